@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from octavo.config import calm_threads
+from octavo.config import calm_torch
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputs
 from octavo.version import __version__
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
-calm_threads()
+calm_torch()
 
 
 def __getattr__(name: str) -> object:

@@ -48,6 +48,7 @@ class Settings(TypedDict, total=False):
     pipeline_parallel_size: int
     distributed_executor_backend: DistributedExecutorBackend
     decode_context_parallel_size: int
+    enable_expert_parallel: bool
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
@@ -100,6 +101,7 @@ class EngineConfig:
     decode_context_parallel_size: int = _flag(
         1, "how many of the processes that share a matrix keep the same heads of the KV cache, each for some of the tokens"
     )
+    enable_expert_parallel: bool = _flag(False, "processes that share matrices have whole experts each, not a part of every expert")
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
@@ -141,6 +143,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """The processes of a model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """The processes that have whole experts each."""
+        return self.tensor_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def wants_native(self) -> bool:
@@ -185,9 +192,7 @@ def check_setting(name: str, value: object) -> None:
             raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
         if name == "block_size" and value & (value - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {value}")
-    if name == "gpu_memory_utilization" and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1
-    ):
+    if name == "gpu_memory_utilization" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1):
         raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {value!r}")
     if name in _CHOICES and not any(type(value) is type(choice) and value == choice for choice in _CHOICES[name]):
         because = EngineConfig.__dataclass_fields__[name].metadata["because"]
@@ -210,9 +215,8 @@ _INTEGERS = {  # name -> the least and the greatest value
     "max_logprobs": (0, _MANY),
     "seed": (0, 2**64 - 1),
 }
-_OPTIONAL = (
-    "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth",
-)  # fmt: skip
+_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
+             "pipeline_depth")  # fmt: skip
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),
@@ -225,10 +229,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "distributed_executor_backend": ("mp", "ray"),
     "cpu_isa": ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"),
     "scheduling_policy": ("fcfs", "priority"),
-    "native": (True, False),
-    "enable_prefix_caching": (True, False),
-    "enforce_eager": (True, False),
-    "skip_tokenizer_init": (True, False),
+    **dict.fromkeys(("native", "enable_prefix_caching", "enable_expert_parallel", "enforce_eager", "skip_tokenizer_init"), (True, False)),
 }
 
 
@@ -374,14 +375,15 @@ def environment_with(given: dict[str, str]) -> dict[str, str]:
     }
 
 
-def calm_threads() -> None:
-    """Lets torch's threads spin only briefly before they sleep. It must be called before torch is imported.
+def calm_torch() -> None:
+    """Tells torch to hold neither cores nor memory that it does not use. It must be called before torch is imported.
 
-    A thread that spins at a barrier takes a core from the thread it waits for. With one other process running, this made a
-    decode step eight times slower.
+    A thread that spins at a barrier takes a core from the one it waits for. On ARM torch's allocator would keep back what was freed.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
+    os.environ.setdefault("MIMALLOC_ARENA_EAGER_COMMIT", "0")
 
 
 def no_color() -> bool:

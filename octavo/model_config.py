@@ -22,16 +22,16 @@ class RopeConfig:
     kind: RopeKind = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position: int = 0  # llama3 and yarn
+    original_max_position: int = 0  # llama3, yarn and longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: computed from factor, mscale, mscale_all_dim
+    attention_factor: float | None = None  # yarn and longrope; None: computed from factor, and for yarn from mscale, mscale_all_dim
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    factors: tuple[float, ...] = ()  # each frequency is divided by its own: longrope, and the tensor `rope_freqs` of GGUF files
+    factors: tuple[float, ...] = ()  # longrope: each frequency is divided by its own
     long_factors: tuple[float, ...] = ()  # longrope: taken instead if max_model_len is above original_max_position
 
 
@@ -76,12 +76,26 @@ class ConfigReader:
             raise self.fail(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Reads factors of single frequencies."""
+        values, (low, high) = self.raw.get(key), ROPE_SCALES
+        if isinstance(values, list) and len(values) == count and all(type(one) in (int, float) and low <= one <= high for one in values):
+            return tuple(float(one) for one in values)
+        raise self.fail(key, f"{count} numbers from {low:g} to {high:g}")
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key)
         value = default if value is None else value
         if type(value) is not bool:
             raise self.fail(key, "true or false")
         return value
+
+    def object(self, key: str) -> dict[str, Any]:
+        """Returns a copy, empty if there is none."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return dict(value or {})
 
     def ids(self, key: str) -> tuple[int, ...]:
         value = self.raw.get(key)
@@ -111,31 +125,48 @@ class ConfigReader:
             raise self.fail("dtype", "a name such as bfloat16")
         return name
 
-    def rope(self) -> RopeConfig:
-        """Reads `rope_parameters` (new files), or `rope_theta` with `rope_scaling` (older ones)."""
-        scaling = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(scaling, dict):
-            raise self.fail("rope_scaling", "an object")
-        inner = ConfigReader(scaling, f"{self.source}: rope")
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    def rope(self, rotated: int, parameters: Any = None, theta: float | None = None) -> RopeConfig:
+        """Reads `rope_parameters` (new files), or `rope_theta` with `rope_scaling` (older ones).
+
+        `rotated`: how many numbers of a head are; `parameters`, `theta`: what to read instead, where a model has several rotations
+        """
+        if parameters is None:
+            parameters = self.object("rope_parameters") or self.object("rope_scaling")
+        if not isinstance(parameters, dict):
+            raise self.fail("rope_parameters", "objects")
+        inner = ConfigReader(parameters, f"{self.source}: rope")
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind not in ROPE_KINDS:
             raise LoadError(f"{self.source}: rope_type is {reprlib.repr(kind)}; supported: {', '.join(ROPE_KINDS)}")
-        given = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None]
-        optional = {key: inner.number(key, 1.0, *ROPE_SCALES) for key in given}
-        low, high = inner.number("low_freq_factor", 1.0, *ROPE_SCALES), inner.number("high_freq_factor", 4.0, *ROPE_SCALES)
-        if kind == "llama3" and low >= high:
-            raise inner.fail("high_freq_factor", f"above low_freq_factor {low:g}")
+        theta = self.number("rope_theta", 10000.0, *ROPE_THETAS) if theta is None else theta
+        longest = self.integer("max_position_embeddings", 2048)
+        original = inner.integer("original_max_position_embeddings", self.integer("original_max_position_embeddings", longest))
         return RopeConfig(
             kind=cast(RopeKind, kind),
-            theta=inner.number("rope_theta", self.number("rope_theta", 10000.0, *ROPE_THETAS), *ROPE_THETAS),
-            factor=inner.number("factor", 1.0, *ROPE_SCALES),
-            original_max_position=inner.integer(
-                "original_max_position_embeddings", self.integer("max_position_embeddings", 2048)
-            ),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            beta_fast=inner.number("beta_fast", 32.0, *ROPE_SCALES),
-            beta_slow=inner.number("beta_slow", 1.0, *ROPE_SCALES),
-            truncate=inner.flag("truncate", True),
-            **optional,
+            theta=inner.number("rope_theta", theta, *ROPE_THETAS),
+            factor=inner.number("factor", longest / original if kind == "longrope" else 1.0, *ROPE_SCALES),
+            original_max_position=original,
+            **inner._llama3_fields(kind),
+            **inner._yarn_fields(),
+            **inner._longrope_fields(kind, rotated),
         )
+
+    def _llama3_fields(self, kind: str) -> dict[str, Any]:
+        low, high = self.number("low_freq_factor", 1.0, *ROPE_SCALES), self.number("high_freq_factor", 4.0, *ROPE_SCALES)
+        if kind == "llama3" and low >= high:
+            raise self.fail("high_freq_factor", f"above low_freq_factor {low:g}")
+        return {"low_freq_factor": low, "high_freq_factor": high}
+
+    def _yarn_fields(self) -> dict[str, Any]:
+        given = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if self.raw.get(key) is not None]
+        return {
+            **{key: self.number(key, 1.0, *ROPE_SCALES) for key in given},
+            "beta_fast": self.number("beta_fast", 32.0, *ROPE_SCALES),
+            "beta_slow": self.number("beta_slow", 1.0, *ROPE_SCALES),
+            "truncate": self.flag("truncate", True),
+        }
+
+    def _longrope_fields(self, kind: str, rotated: int) -> dict[str, Any]:
+        if kind != "longrope":
+            return {}
+        return {"factors": self.numbers("short_factor", rotated // 2), "long_factors": self.numbers("long_factor", rotated // 2)}

@@ -1,4 +1,6 @@
-"""Which platforms Octavo runs on. Every command asks before it imports anything else."""
+"""Which platforms Octavo runs on, and what is special about them. Every command asks before it imports anything else."""
+
+import platform
 
 
 def platform_refusal(system: str) -> str | None:
@@ -14,3 +16,7 @@ def platform_note(system: str, machine: str) -> str | None:
         return None
     name = "macOS" if system == "Darwin" else system
     return f"{name} on {machine} runs on the portable path, which is not tested there; Linux on x86-64 and aarch64 is"
+
+
+def is_arm() -> bool:
+    return platform.machine() == "aarch64"

@@ -18,18 +18,18 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norms over each head of q and k, before rotation (Qwen3)."""
+    """RMS norms over each head of q and k, or over all heads as one, before rotation."""
 
-    q_weight: Tensor  # [head_dim]
+    q_weight: Tensor  # [head_dim], or [all heads * head_dim]
     k_weight: Tensor
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation tables; half-split layout, position p is row p."""
+    """Rotation tables; half-split layout, position p is row p. Those of a layer that rotates nothing have no columns."""
 
-    cos: Tensor  # [max_position, head_dim / 2] float32
+    cos: Tensor  # [max_position, rotated / 2] float32
     sin: Tensor
 
 
@@ -39,6 +39,7 @@ class AttentionBackend(Protocol):
     paged: ClassVar[bool]  # if not, every row has a region of its own
     layouts: ClassVar[tuple[str, ...]]  # the layouts of a block that it reads
     captured: ClassVar[bool]  # on a device: whether a step with it can be captured as a CUDA graph
+    features: ClassVar[tuple[str, ...]]  # of `AttentionSpec`: what it has beyond the plain kind
     spec: AttentionSpec
     few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`
 
@@ -54,8 +55,8 @@ class AttentionBackend(Protocol):
         qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
         """
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
-        """Computes attention of q over what the cache holds. Fills and returns out [T, heads, head_dim]."""
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Computes attention of q over what the cache holds. Fills and returns out [T, heads, head_dim]. `sinks`: [heads]"""
 
 
 class FewBackend(AttentionBackend, Protocol):
@@ -67,6 +68,9 @@ class FewBackend(AttentionBackend, Protocol):
         Returns (parts [R, splits, heads, head_dim], their log-sum-exp [R, splits, heads] in units of log2), both float32
         """
 
+
+BEFORE_THE_CACHE = ("no_rotation", "partial_rotation", "whole_norm")  # what `write_kv` of `kernels/ops.py` has on every device
+TORCH_FEATURES = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
 # name -> "module:Class", imported when chosen
 ON_CPU = {
@@ -97,11 +101,16 @@ def load_backend(name: str, on_device: bool = False) -> type[AttentionBackend]:
     return backend
 
 
-def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool) -> type[AttentionBackend]:
-    """Returns the backend for this run, or raises an error that says what it lacks and which setting to change."""
+def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool, asked: frozenset[str] = frozenset()) -> type[AttentionBackend]:
+    """Returns the backend for this run, or raises an error that says what it lacks and which setting to change.
+
+    `asked`: the features of all layers of the model
+    """
     default = "triton" if on_device else "cpu"
     backend = load_backend(default if config.attention_backend == "auto" else config.attention_backend, on_device)
     name, layout = backend.name, config.kv_cache_layout
+    if missing := sorted(asked - {*backend.features, "context_parallel"}):  # `layers/context_parallel.py` has that for all
+        raise ConfigError(f"{_lacks(name, missing)}: leave attention_backend at auto{', and set device to cpu' if on_device else ''}")
     if dtype not in backend.dtypes:
         raise ConfigError(f"attention backend {name} has no {dtype}; it has {', '.join(backend.dtypes)}")
     if layout not in backend.layouts:
@@ -119,4 +128,8 @@ def refuse_unsupported(backend: str, spec: AttentionSpec, supported: tuple[str, 
     """Raises if `spec` asks for something that is not in `supported`."""
     missing = [name for name in spec.features if name not in supported]
     if missing:
-        raise ConfigError(f"attention backend {backend} does not support {', '.join(missing)}")
+        raise ConfigError(_lacks(backend, missing))
+
+
+def _lacks(backend: str, missing: list[str]) -> str:
+    return f"attention backend {backend} does not support {', '.join(missing)}"

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from octavo.attention.backend import QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import TORCH_FEATURES, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
@@ -32,9 +32,10 @@ class ContiguousBackend:
     paged: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = False
+    features: ClassVar[tuple[str, ...]] = TORCH_FEATURES
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=("window",))
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = 0
 
@@ -51,9 +52,9 @@ class ContiguousBackend:
         keep(cache, k, v, slots)
         return q
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         for group in batch.attention.groups:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
             k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype)
-            attend_group(q, k, v, group.tail, group, self.spec, out)
+            attend_group(q, k, v, group.tail, group, self.spec, out, sinks)
         return out

@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import TORCH_FEATURES, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import attend, from_codes, load_blocks, store, to_codes, zero_tail
-from octavo.kernels.reference.layer import rms_norm, rotate
+from octavo.kernels.reference.layer import norm_heads, rotate
 
 
 class CpuBackend:
@@ -35,9 +35,10 @@ class CpuBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = False
+    features: ClassVar[tuple[str, ...]] = TORCH_FEATURES
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=("window",))
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = 0
 
@@ -52,18 +53,18 @@ class CpuBackend:
         keep(cache, k, v, batch.slots)
         return q
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         for group, blocks in batch.attention:
             k, v = recall(cache, partial(load_blocks, blocks=blocks, num_rows=len(group.index)), q.dtype)
-            attend_group(q, k, v, group.edge, group, self.spec, out)
+            attend_group(q, k, v, group.edge, group, self.spec, out, sinks)
         return out
 
 
 def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
     if norms is not None:
-        q = rms_norm(q, norms.q_weight, norms.eps)
-        k = rms_norm(k, norms.k_weight, norms.eps)
-    cos, sin = rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)  # [T, head_dim / 2]
+        q = norm_heads(q, norms.q_weight, norms.eps)
+        k = norm_heads(k, norms.k_weight, norms.eps)
+    cos, sin = rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)  # [T, rotated / 2]
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
@@ -89,7 +90,9 @@ def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -
     return loaded("k"), loaded("v")
 
 
-def attend_group(q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor) -> None:
+def attend_group(
+    q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor, sinks: Tensor | None
+) -> None:
     """Computes attention of a group's queries over its k and v [rows, tokens, kv_heads, head_dim], and fills their part of out.
 
     `tail` lists the places in k and v that these rows never wrote and that may not be zero.
@@ -98,4 +101,5 @@ def attend_group(q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup,
     k = zero_tail(k, tail)[:, : group.length]
     v = zero_tail(v, tail)[:, : group.length]
     mask, causal = group.mask(spec.window, q.dtype)
-    out.index_copy_(0, group.tokens, attend(queries, k, v, mask, causal, spec.scale).flatten(0, 1))
+    mixed = attend(queries, k, v, mask, causal, spec.scale, spec.soft_cap, sinks)
+    out.index_copy_(0, group.tokens, mixed.flatten(0, 1))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import BEFORE_THE_CACHE, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights
@@ -63,9 +63,10 @@ class FlashInferBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
     captured: ClassVar[bool] = False
+    features: ClassVar[tuple[str, ...]] = ("window", "soft_cap", *BEFORE_THE_CACHE)
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=("window", "soft_cap"))
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = 0
 
@@ -76,7 +77,7 @@ class FlashInferBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         planned: Planned = batch.attention
         count = planned.num_query  # behind them, in a padded step, stands nothing
         if count:

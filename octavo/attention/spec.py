@@ -23,6 +23,7 @@ DECODE_SHARES = 2  # for each of them
 LEFT_PARTS = 2  # of long rows, for each of those
 SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
 PARTIAL_SCORES = 1 << 20  # that `kernels/reference/partial_attention.py` has at once
+EXPLICIT_SCORES = 1 << 20  # that `kernels/reference/attention.py` has at once, where it makes them one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class AttentionSpec:
             "window": self.window is not None,
             "soft_cap": self.soft_cap is not None,
             "sinks": self.sinks,
+            "no_rotation": self.rope is None,
+            "partial_rotation": self.rope is not None and self.rotated < self.head_dim,
+            "whole_norm": self.qk_norm == "whole",
             "alibi": self.alibi,
             f"role={self.role}": self.role != "decoder",
             "context_parallel": self.context_ranks > 1,
@@ -70,9 +74,19 @@ class AttentionSpec:
         return {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
 
     @property
+    def normed(self) -> tuple[int, int]:
+        """How many numbers of q and of k are normed at once."""
+        return (self.q_size, self.kv_size) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
+
+    @property
+    def rotated(self) -> int:
+        """How many of the numbers of a head are rotated, where there is a rotation."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
     def position_table(self) -> tuple[Hashable, int] | None:
-        """Cosines and sines for half of a head each."""
-        return None if self.rope is None else ((self.rope, self.head_dim), self.head_dim)
+        """Cosines and sines for half of what is rotated each."""
+        return None if self.rope is None else ((self.rope, self.rotated), self.rotated)
 
     def buffers(self, dtype: str) -> dict[str, Buffer]:
         token = Buffer((self.num_kv_heads, self.head_dim), dtype)
@@ -98,7 +112,17 @@ class AttentionSpec:
         scores = load.tokens * load.context  # places of a mask, which is made of flags of one byte
         gathered = self.gathered_bytes(dtype, cache_dtype) * load.gathered
         attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
-        return max(load.tokens * rotate, attend)
+        return max(load.tokens * rotate, attend + self._explicit_bytes(load, item))
+
+    def _explicit_bytes(self, load: StepLoad, item: int) -> int:
+        """Of attention whose scores are made one by one (`kernels/reference/attention.py`), for a soft cap or sinks.
+
+        Some queries at a time, but at least one of each row: scores, what they become, and their sums; keys and values in float32.
+        """
+        if self.soft_cap is None and not self.sinks:
+            return 0
+        wide = 2 * self.kv_size * FLOAT32 * load.gathered if item < FLOAT32 else 0
+        return wide + 3 * max(EXPLICIT_SCORES, self.num_heads * load.gathered) * FLOAT32
 
     def _partial_bytes(self, load: StepLoad, item: int, cache_item: int) -> int:
         """Of attention over the keys of one rank: heads of the whole group, and in float32 what they see and its sum over ranks.

@@ -11,10 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import BEFORE_THE_CACHE, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
+
+SUPPORTED = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
 
 class Shares:
@@ -36,9 +38,10 @@ class TritonBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
     captured: ClassVar[bool] = True
+    features: ClassVar[tuple[str, ...]] = SUPPORTED
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=SUPPORTED)
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = _few_rows(spec)
 
@@ -81,9 +84,10 @@ class TritonRegions:
     paged: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = True
+    features: ClassVar[tuple[str, ...]] = SUPPORTED
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=SUPPORTED)
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = _few_rows(spec)
 
@@ -129,9 +133,6 @@ def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
     regions = torch.where(batch.rows < 0, count - 1, batch.rows)
     row_of_token = torch.searchsorted(starts, torch.arange(len(batch.slots), device=starts.device, dtype=starts.dtype), right=True) - 1
     return regions, torch.nn.functional.pad(regions, (0, 1), value=count - 1)[row_of_token]
-
-
-SUPPORTED = ("window", "soft_cap", "sinks")
 
 
 def _few_rows(spec: AttentionSpec) -> int:

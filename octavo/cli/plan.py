@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
     "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size",
-    "decode_context_parallel_size", "max_num_seqs",
-    "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
+    "decode_context_parallel_size", "enable_expert_parallel", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native",
+    "cpu_isa",
 )  # fmt: skip
 
 
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     asked = engine_config(args, args.words)
     check_setting("data_parallel_size", args.data_parallel_size)
-    whole = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size, asked.decode_context_parallel_size)
+    ranks = asked.tensor_parallel_size, asked.decode_context_parallel_size, asked.expert_ranks
+    whole = model_shape(asked.model, asked.revision).of_rank(*ranks)
     config = suited(resolved(asked, _device(asked.device, args.memory)), whole.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)
@@ -144,6 +145,8 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "decode_context_parallel_size": geometry.context_ranks,
         "cpu_isa": level,
         "dtype": needs.dtype,
+        "parameters": needs.model.num_parameters,
+        "active_parameters": needs.model.active_parameters,
         "quantization": config.quantization,
         "stored_bytes": shape.stored_bytes,
         "weights_bytes": use.weights,
@@ -220,7 +223,9 @@ def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
         whole = f" (--gpu-memory-utilization {config.gpu_memory_utilization}{share})"
     own = [*(["CUDA and its libraries"] if on_gpu else []), *(["Python, libraries, tokenizer"] if memory.unified or not on_gpu else [])]
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
+    active = needs.model.active_parameters
     return [
+        *([("active parameters", f"{active:,}", "of each token")] if active < needs.model.num_parameters else []),
         ("weights", shown(use.weights), stored(shape, needs, config)),
         *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
         ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; allocated as it is used"),

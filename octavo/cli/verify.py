@@ -28,7 +28,7 @@ Exit code 0: all values are equal. 1: the first difference is shown."""
 # The flags of the engine that a user may set. The schedule sets the others.
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "load_format", "block_size", "kv_cache_dtype", "tensor_parallel_size",
-    "pipeline_parallel_size", "decode_context_parallel_size", "native", "cpu_isa", "seed",
+    "pipeline_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "native", "cpu_isa", "seed",
 )  # fmt: skip
 
 

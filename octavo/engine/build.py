@@ -191,7 +191,7 @@ def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
     """Returns what identifies the bytes of a cache: everything that changes them is in it."""
     config = facts.config
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
-    numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size}"
+    numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size} {config.expert_ranks}"
     made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers
     return b"\0".join([weights, *(one.encode() for one in made)])
 

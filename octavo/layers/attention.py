@@ -15,7 +15,7 @@ from octavo.attention.spec import AttentionSpec
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MergedLinear, RMSNorm, RowParallelLinear
 from octavo.model_config import RopeConfig
-from octavo.quant.schemes import QuantScheme
+from octavo.quant.schemes import QuantScheme, empty_parameter
 
 
 class Attention(nn.Module):
@@ -30,64 +30,79 @@ class Attention(nn.Module):
         scheme: QuantScheme,
         dtype: torch.dtype,
         comm: Comm,
+        norm_dtype: torch.dtype | None = None,
     ) -> None:
-        """`bias`: whether q, k and v have one, and whether the output has one. `norm_eps`: of the norms on heads, if there are any."""
+        """`bias`: whether q, k and v have one, and whether the output has one. `norm_eps`: of the norms on heads, if there are any.
+
+        `norm_dtype`: of their weights, if it is not `dtype`
+        """
         super().__init__()
-        self.rope = rope
+        self.rope, self.dtype = rope, dtype
         self.qkv = MergedLinear(hidden_size, spec.projections, bias[0], scheme, dtype)
         self.output = RowParallelLinear(spec.q_size, hidden_size, bias[1], scheme, dtype, comm)
         self.norms: QKNorm | None = None
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, norm_eps, dtype)
-            self.k_norm = RMSNorm(spec.head_dim, norm_eps, dtype)
+        if spec.qk_norm is not None:
+            q_size, k_size = spec.normed
+            self.q_norm = RMSNorm(q_size, norm_eps, norm_dtype or dtype)
+            self.k_norm = RMSNorm(k_size, norm_eps, norm_dtype or dtype)
             self.norms = QKNorm(self.q_norm.weight, self.k_norm.weight, norm_eps)
+        self.sinks = empty_parameter(spec.num_heads, dtype=dtype) if spec.sinks else None  # [heads]
         self.backend = backend(spec)
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Returns what each token makes of the values it sees [T, heads * head_dim]. The caller applies `output`."""
         q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
-        mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format))
+        mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format), self.sinks)
         return mixed.flatten(1)
 
 
 # -- rotation tables: the angle of dimension pair i at position p is p * frequency[i]
 #
-#     default   frequency[i] = theta ^ (-2i / head_dim): high for small i, low for large i
+#     default   frequency[i] = theta ^ (-2i / dim): high for small i, low for large i. `dim`: how many dimensions of a head are rotated
 #     linear    all frequencies are divided by `factor`, which squeezes positions into the trained range
 #     llama3    low frequencies are divided and high ones kept, with a ramp between, by wavelengths that fit the original context
 #     yarn      the same with the ramp over dimensions, by turns made within the original context; tables are also scaled,
 #               which scales q and k, because a longer context flattens the softmax
+#     longrope  each frequency is divided by a factor of its own, and tables are scaled. There are two lists of factors: one of them is
+#               taken for all positions, by the longest sequence that there may be, so that what is cached stays right
 
 TABLE_DEVICE = torch.device("cpu")  # they are made there: the same for every device, and for a model without memory
 
 
-def build_rope(config: RopeConfig, head_dim: int, max_len: int) -> Rope:
+def build_rope(config: RopeConfig | None, dim: int, max_len: int) -> Rope:
+    """`dim`: how many dimensions of a head are rotated; without a config, none are."""
     position = torch.arange(max_len, dtype=torch.float32, device=TABLE_DEVICE)
-    angle = torch.outer(position, frequencies(config, head_dim))  # [max_len, head_dim / 2]
-    scale = table_scale(config)
+    frequency = torch.empty(0, device=TABLE_DEVICE) if config is None else frequencies(config, dim, max_len)
+    angle = torch.outer(position, frequency)  # [max_len, dim / 2]
+    scale = 1.0 if config is None else table_scale(config)
     default = torch.get_default_device()
     place = TABLE_DEVICE if default.type == "meta" else default
     return Rope(cos=(angle.cos() * scale).to(place), sin=(angle.sin() * scale).to(place))
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Returns radians per position, [head_dim / 2] float32."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=TABLE_DEVICE) / head_dim
+def frequencies(config: RopeConfig, dim: int, max_len: int) -> Tensor:
+    """Returns radians per position, [dim / 2] float32. `max_len`: of the longest sequence"""
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=TABLE_DEVICE) / dim
     base = 1.0 / config.theta**exponent
+    if config.kind == "longrope":
+        factors = config.long_factors if max_len > config.original_max_position else config.factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=TABLE_DEVICE) * config.theta**exponent)
     if config.kind == "linear":
         return base / config.factor
     if config.kind == "llama3":
         return _blend(base, config.factor, _llama3_kept(config, base))
     if config.kind == "yarn":
-        return _blend(base, config.factor, _yarn_kept(config, head_dim))
+        return _blend(base, config.factor, _yarn_kept(config, dim))
     return base
 
 
 def table_scale(config: RopeConfig) -> float:
-    if config.kind != "yarn":
+    if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.kind == "longrope":
+        return 1.0 if config.factor <= 1 else math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
     if config.mscale and config.mscale_all_dim:
         return _yarn_scale(config.factor, config.mscale) / _yarn_scale(config.factor, config.mscale_all_dim)
     return _yarn_scale(config.factor, 1.0)
@@ -98,7 +113,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _blend(base: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """Returns the frequencies [head_dim / 2]: `kept` 1 keeps one, 0 divides it by the factor, and values between blend."""
+    """Returns the frequencies [dim / 2]: `kept` 1 keeps one, 0 divides it by the factor, and values between blend."""
     return base / factor * (1 - kept) + base * kept
 
 
@@ -107,16 +122,16 @@ def _llama3_kept(config: RopeConfig, base: Tensor) -> Tensor:
     return ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
 
 
-def _yarn_kept(config: RopeConfig, head_dim: int) -> Tensor:
+def _yarn_kept(config: RopeConfig, dim: int) -> Tensor:
     def dimension(turns: float) -> float:
         """Returns the place between dimension pairs at which a frequency makes this many turns within the original context."""
-        return head_dim * math.log(config.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+        return dim * math.log(config.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # a step instead of a division by zero
-    pair = torch.arange(head_dim // 2, dtype=torch.float32, device=TABLE_DEVICE)
+    pair = torch.arange(dim // 2, dtype=torch.float32, device=TABLE_DEVICE)
     return 1 - ((pair - low) / (high - low)).clamp(0, 1)

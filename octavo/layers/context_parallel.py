@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import BEFORE_THE_CACHE, AttentionBackend, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.cpu import keep, norm_and_rotate
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
@@ -66,9 +66,10 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
         paged: ClassVar[bool] = True
         layouts: ClassVar[tuple[str, ...]] = backend.layouts
         captured: ClassVar[bool] = False  # ranks meet in every layer
+        features: ClassVar[tuple[str, ...]] = ("window", "context_parallel", *BEFORE_THE_CACHE)
 
         def __init__(self, spec: AttentionSpec) -> None:
-            refuse_unsupported(self.name, spec, supported=("window", "context_parallel"))
+            refuse_unsupported(self.name, spec, self.features)
             self.spec = spec
             self.few_rows = 0
 
@@ -85,7 +86,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
                 return q
             return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, *places, cache["k"], cache["v"])
 
-        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
             heads = self.spec.num_heads
             of_all = comm.all_gather(q.flatten(1)).unflatten(1, (ranks * heads, -1))  # [T, heads of the group, head_dim]
             part, lse = partial_attention(
@@ -120,10 +121,10 @@ def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             slots = of_tokens.long() * length * ranks + batch.positions[0]  # in regions that cover all ranks
             return OwnPlaces(own_slots(slots, size, rank, ranks, (count - 1) * length), regions[:, None] * (length // size) + blocks)
 
-        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
             size = batch.block_size // ranks
             blocks = {name: buffer.view(-1, size, *buffer.shape[2:]) for name, buffer in cache.items()}
-            attended: Tensor = super().attend(q, blocks, batch, out)
+            attended: Tensor = super().attend(q, blocks, batch, out, sinks)
             return attended
 
     return ContextRegions

@@ -4,7 +4,7 @@
     MergedLinear       several projections of one x as one product; each is a named slice of the rows of W
     RowParallelLinear  its input may be split over ranks, whose results are summed
     Embedding, LMHead  the first and the last matrix of a model, which may be the same; ranks share the vocabulary
-    RMSNorm, MLP       the norm between two sub-layers; the gated MLP
+    RMSNorm, MLP       the norm before or after a sub-layer; the gated MLP
 
     qkv.weight   [ q: heads * head_dim rows | k: kv_heads * head_dim | v: kv_heads * head_dim ]
 """
@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.ops import add_rms_norm
+from octavo.kernels.ops import add_rms_norm, gelu_and_mul, rms_norm
 from octavo.layers.comm import Comm
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
@@ -49,15 +49,19 @@ class RowParallelLinear(Linear):
 
 
 class Embedding(nn.Module):
-    def __init__(self, tokens: range, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
-        """`tokens`: whose rows this rank has."""
+    def __init__(
+        self, tokens: range, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype, comm: Comm, scale: float = 1.0
+    ) -> None:
+        """`tokens`: whose rows this rank has; `scale`: of the rows that are looked up, rounded to the dtype as their makers rounded it"""
         super().__init__()
+        self.scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.tokens, self.hidden_size, self.dtype = tokens, hidden_size, dtype
         self.scheme, self.comm = scheme, comm
         scheme.params(self, hidden_size, len(tokens), False, dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.scheme.rows(self, token_ids) if self.comm.size == 1 else self._of_ranks(token_ids)  # [T, hidden]
+        rows = self.scheme.rows(self, token_ids) if self.comm.size == 1 else self._of_ranks(token_ids)  # [T, hidden]
+        return rows if self.scale == 1 else rows * self.scale
 
     def _of_ranks(self, token_ids: Tensor) -> Tensor:
         """One rank has the row of a token, and the others add zeros to it."""
@@ -70,16 +74,20 @@ class Embedding(nn.Module):
 class LMHead(nn.Module):
     """Computes logits of the tokens that this rank has. A tied head has no matrix of its own, and uses the embedding's."""
 
-    def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme) -> None:
+    def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme, scale: float = 1.0, cap: float | None = None) -> None:
+        """`scale`, `cap`: of the logits, as in `ModelDescription`"""
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.scale, self.cap = scheme, scale, cap
         self.tied = embedding if tied else None
         if not tied:
             scheme.params(self, embedding.hidden_size, len(embedding.tokens), False, embedding.dtype)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns logits [S, tokens of this rank] of hidden states [S, hidden], in `out` if that is given."""
-        return self.matrix.scheme.apply(self.matrix, hidden, out)
+        logits = self.matrix.scheme.apply(self.matrix, hidden, out)
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     @property
     def matrix(self) -> "LMHead | Embedding":
@@ -97,15 +105,28 @@ class RMSNorm(nn.Module):
         """Adds x, the result of the last sub-layer, to the residual stream. Returns the normed sum and the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
+    def alone(self, x: Tensor) -> Tensor:
+        """Returns x normed, without the stream: what a sub-layer gives, before it is added."""
+        return rms_norm(x, self.weight, self.eps)
+
 
 class MLP(nn.Module):
-    """The SwiGLU MLP: down(silu(gate(x)) * up(x)), with gate and up as one product."""
+    """The gated MLP: down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product."""
 
-    def __init__(self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
+    def __init__(
+        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm, activation: str = "swiglu"
+    ) -> None:
         super().__init__()
+        assert activation in ("swiglu", "geglu"), f"no MLP of kind {activation}"
+        self.activation = activation
         self.gate_up = MergedLinear(hidden_size, {"gate": size, "up": size}, bias, scheme, dtype)
         self.down = RowParallelLinear(size, hidden_size, bias, scheme, dtype, comm)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.gate_up.scheme.gated(self.gate_up, x))
+        out: Tensor = self.down(self._gated(x))
         return out
+
+    def _gated(self, x: Tensor) -> Tensor:
+        if self.activation == "geglu":
+            return gelu_and_mul(self.gate_up(x))
+        return self.gate_up.scheme.gated(self.gate_up, x)

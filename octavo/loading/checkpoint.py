@@ -19,13 +19,15 @@ from torch import Tensor
 from octavo.errors import ConfigError, LoadError
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
-from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model
+from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors, weights_in
 from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, cut, find_packed
+from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import QuantConfig
 
 WHOLE = Part()
+STACKED_CODES = ("_blocks", "_scales")  # endings of tensors with the MXFP4 codes of all experts
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
 
@@ -86,7 +88,8 @@ class SafetensorsCheckpoint:
         else:
             raise LoadError(f"{folder}: has no {SINGLE} and no {INDEX}")
         self._file_of = {name: file for file in self._files for name in file.headers}
-        self._packed = {} if quantization is None else self._find_packed(quantization)
+        in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/stacked.py` reads those
+        self._packed = {} if quantization is None or in_stacks else self._find_packed(quantization)
         of_modules = {tensor: name for name, module in self._packed.items() for tensor in module.tensors}
         self._names = list(dict.fromkeys(of_modules.get(name, name) for name in self._file_of))
 
@@ -203,6 +206,8 @@ class _SafetensorsFile:
         stored, shape = view.get_dtype(), tuple(view.get_shape())
         if stored == "I32" and quantised and name.endswith(WHOLE_NUMBERS):
             return Header(torch.int32, shape)
+        if stored == "U8" and quantised and name.endswith(STACKED_CODES):
+            return Header(torch.uint8, shape)
         if stored not in DENSE:
             raise LoadError(f"{self.path}: weight {name[:80]} is stored as {stored}; supported: {', '.join(DENSE)}")
         return Header(DENSE[stored], shape)
@@ -213,9 +218,6 @@ class _SafetensorsFile:
 
 
 # -- a GGUF file
-
-ROPE_FACTORS = "rope_freqs.weight"
-MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
 
 
 def _part(tensor: GGUFTensor) -> str:
@@ -230,10 +232,9 @@ class GGUFCheckpoint:
         self.source = str(gguf.path)
         self._gguf = gguf
         self._data = torch.from_numpy(np.memmap(gguf.path, np.uint8, mode="c"))  # private pages: nothing can be written back
-        self._model = read_gguf_model(gguf.metadata, gguf.tensors, self.source)
+        self._model = read_gguf_model(gguf.metadata, gguf.tensors, self.source, rope_factors(gguf))
         self._tensor_of = self._by_hf_name()
         self._interleaved_heads = self._find_interleaved_heads()
-        self._check_rope_factors()
 
     def _by_hf_name(self) -> dict[str, GGUFTensor]:
         found: dict[str, GGUFTensor] = {}
@@ -244,8 +245,8 @@ class GGUFCheckpoint:
                 raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")
             name = self._model.family.rules.of_gguf(tensor.name)
             if name is not None:
-                found[name] = tensor
-            elif tensor.name != ROPE_FACTORS:
+                found |= weights_in(tensor, name, self.source)
+            elif tensor.name not in ROPE_FACTORS:
                 unknown.add(repr(tensor.name[:80]))
         if unknown:
             raise LoadError(f"{self.source}: has tensors that no {self._model.family.name} model has: {_listed(unknown)}")
@@ -259,12 +260,6 @@ class GGUFCheckpoint:
             if sharers and rows % (2 * sharers):
                 raise LoadError(f"{self.source}: {tensor.name} has {rows} rows, not an even number for each of {sharers} heads")
         return heads
-
-    def _check_rope_factors(self) -> None:
-        """Refuses files of Llama 3.1 and later that scale each rotary frequency by a factor of its own."""
-        factors = self._gguf.tensors.get(ROPE_FACTORS)
-        if factors is not None and (prod(factors.shape) > MAX_ROPE_FACTORS or not bool((self._dense(factors) == 1).all())):
-            raise LoadError(f"{self.source}: {ROPE_FACTORS} scales single rotary frequencies, which is not supported for GGUF files")
 
     def names(self) -> list[str]:
         return list(self._tensor_of)
@@ -286,6 +281,8 @@ class GGUFCheckpoint:
     def read_part(self, name: str, part: Part) -> Tensor:
         tensor = self._tensor_of[name]
         dense = self._dense(tensor, part)
+        if plus := self._model.family.rules.plus(name):  # the file has it added already, and a checkpoint speaks as a folder does
+            dense = dense.float() - plus
         heads = self._heads(tensor, dense.shape[0])
         return dense if heads is None else half_split(dense, heads)
 

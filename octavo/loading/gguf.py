@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.errors import LoadError
-from octavo.models.family import Family, GGUFForm
-from octavo.models.gguf_keys import GGUFKeys
+from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rules, of_expert
+from octavo.models.gguf_keys import ROPE_FACTORS, GGUFKeys
 from octavo.models.registry import families
 
 # GGML's tensor kinds by number: name, elements a group, bytes a group. All are named, so that a refusal can say what it met.
@@ -49,7 +49,11 @@ MAX_ENTRIES = 2**16  # keys, and tensors
 MAX_ARRAY_ELEMENTS = 2**22  # of all arrays together: many times any real vocabulary, and a bound on memory
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
+MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
 DEFAULT_ALIGNMENT, MIN_ALIGNMENT, MAX_ALIGNMENT = 32, 8, 2**20
+
+MAX_LAYERS = 1024  # as in a config.json
+SINGLE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, which is stored as that row
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -254,6 +258,18 @@ class _HeaderReader:
         return tensors
 
 
+def weights_in(tensor: GGUFTensor, name: str, source: str) -> dict[str, GGUFTensor]:
+    """Returns the weights that a tensor holds, by name: one, or one of every expert, if `name` has a `*` for their numbers."""
+    if "*" not in name:
+        row = tensor.name.endswith(SINGLE_ROW) and len(tensor.shape) == 1
+        return {name: replace(tensor, shape=(1, *tensor.shape)) if row else tensor}
+    if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS or (Rules.layer(name) or 0) >= MAX_LAYERS:
+        raise LoadError(f"{source}: {_shown(tensor.name)} has shape {list(tensor.shape)}, which is not a weight of each expert")
+    count, size = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
+    each = [replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, num_bytes=size) for expert in range(count)]
+    return {of_expert(name, expert): one for expert, one in enumerate(each)}
+
+
 # -- what a config.json would say of the model, by the family that its architecture belongs to
 
 
@@ -268,19 +284,43 @@ class GGUFModel(NamedTuple):
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
     """Returns the family that knows the file's architecture, its form, and the architecture."""
     name = metadata.get("general.architecture")
-    known = {word: (family, form) for family in families() if (form := family.gguf) is not None for word in form.architectures}
+    forms = [(family, form) for family in families() if (form := family.gguf) is not None]
+    known = dict.fromkeys(word for _, form in forms for word in form.architectures)
     if not isinstance(name, str) or name not in known:
         raise LoadError(f"{source}: general.architecture is {reprlib.repr(name)}; supported: {', '.join(known)}")
-    return *known[name], name
+    fitting = [(family, form) for family, form in forms if name in form.architectures]
+    experts = bool(metadata.get(f"{name}.expert_count"))  # a word may be that of a dense model, too
+    return *next((one for one in fitting if one[1].experts == experts), fitting[0]), name
 
 
-def read_gguf_model(metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str) -> GGUFModel:
+def rope_factors(gguf: GGUFFile) -> dict[str, list[float]]:
+    """Returns the factors of single rotary frequencies, which are tensors in the file and belong to the config."""
+    found = {}
+    for name in ROPE_FACTORS:
+        tensor = gguf.tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.kind != "F32" or prod(tensor.shape) > MAX_ROPE_FACTORS:
+            what = f"{name} is of kind {tensor.kind} and shape {list(tensor.shape)}"
+            raise LoadError(f"{gguf.path}: {what}; it must be F32, and have at most {MAX_ROPE_FACTORS} numbers")
+        with gguf.path.open("rb") as file:
+            file.seek(tensor.offset)
+            found[name] = np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()
+    return found
+
+
+def read_gguf_model(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str, factors: Mapping[str, list[float]] | None = None
+) -> GGUFModel:
+    """`factors`: what `rope_factors` gives; None: only the header is at hand"""
     family, form, architecture = gguf_form(metadata, source)
-    keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source)
+    keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source, factors)
     config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
     return GGUFModel(family, config, form.interleaved(architecture, config))
 
 
-def config_dict(metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str) -> dict[str, Any]:
+def config_dict(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str, factors: Mapping[str, list[float]] | None = None
+) -> dict[str, Any]:
     """Returns what a config.json would say of this model."""
-    return read_gguf_model(metadata, tensors, source).config
+    return read_gguf_model(metadata, tensors, source, factors).config

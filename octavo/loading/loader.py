@@ -29,12 +29,19 @@ NAMES_SHOWN = 8
 class Target:
     label: str  # parameter, and part where there is one: `layers.0.attention.qkv.weight[q]`
     values: Tensor  # a view of the parameter
+    plus: float = 0.0  # what is added to the weight of the checkpoint
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
     for name, target in check_weights(model, checkpoint).items():
-        target.values.copy_(checkpoint.read(name))
+        target.values.copy_(_read(checkpoint, name, target.plus))
     _finalize(model)
+
+
+def _read(checkpoint: Checkpoint, name: str, plus: float) -> Tensor:
+    """Returns a weight. What is added to it is added in float32, so that a narrower dtype of the file loses nothing."""
+    values = checkpoint.read(name)
+    return values if plus == 0 else values.float() + plus
 
 
 def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
@@ -65,11 +72,15 @@ def weight_targets(model: Decoder) -> dict[str, Target]:
     rules = family_of(model.config).rules
     targets = {}
     for parameter_name, parameter in model.named_parameters():  # a tied head is not listed: the embedding is
+        if (source := rules.find(parameter_name)) is not None:  # a parameter by itself
+            targets[source] = Target(parameter_name, parameter.data)
+            continue
         module_name, _, leaf = parameter_name.rpartition(".")
-        for part, rows in _parts(model.get_submodule(module_name)):
+        merged = rules.find(module_name) is not None  # one weight has all parts
+        for part, rows in [(None, slice(None))] if merged else _parts(model.get_submodule(module_name)):
             source = rules.checkpoint_module(module_name, part)
             label = parameter_name if part is None else f"{parameter_name}[{part}]"
-            targets[f"{source}.{leaf}"] = Target(label, parameter.data[rows])
+            targets[f"{source}.{leaf}"] = Target(label, parameter.data[rows], rules.plus(f"{source}.{leaf}"))
     return targets
 
 
@@ -124,7 +135,9 @@ class StoredParameters:
     def __init__(self, model: Decoder, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._modules = dict(model.named_modules())
-        self._stored = {target.label: name for name, target in check_weights(model, checkpoint).items()}
+        found = check_weights(model, checkpoint)
+        self._stored = {target.label: name for name, target in found.items()}
+        self._plus = {target.label: target.plus for target in found.values()}
 
     def has(self, name: str) -> bool:
         return all(label in self._stored for label in self._labels(name))
@@ -135,14 +148,17 @@ class StoredParameters:
 
     def floats(self, name: str) -> Tensor:
         """Returns floats that may be a view of the file: copy them to keep them."""
-        parts = [self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)]
+        parts = [self._read(label).float() for label in self._labels(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy(self, name: str, target: Tensor) -> None:
         """Copies a parameter, part by part, into the rows of a tensor on any device."""
         sizes = [self.checkpoint.shape(self._stored[label])[0] for label in self._labels(name)]
         for label, rows in zip(self._labels(name), target.split(sizes), strict=True):
-            rows.copy_(self.checkpoint.read(self._stored[label]))
+            rows.copy_(self._read(label))
+
+    def _read(self, label: str) -> Tensor:
+        return _read(self.checkpoint, self._stored[label], self._plus[label])
 
     def codes(self, name: str) -> PackedWeight | None:
         parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
@@ -152,7 +168,10 @@ class StoredParameters:
         return found[0] if len(found) == 1 else concatenate(found)
 
     def _labels(self, name: str) -> list[str]:
+        """Returns the labels of a parameter's parts, or of the parameter if one weight of the checkpoint has all of them."""
         module = self._modules.get(name.rpartition(".")[0])
+        if name in self._stored:
+            return [name]
         return [f"{name}[{part}]" for part in module.parts] if isinstance(module, MergedLinear) else [name]
 
 
@@ -163,20 +182,23 @@ class NativeWeights:
         """`dtype`: for weights that are not stored as codes."""
         self._parameters = parameters
         self._library = library
-        self._kind, self._dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
+        self._kind, self.dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         return np.array(self._parameters.floats(name).numpy())
 
     def rows(self, name: str) -> Tensor:
         """Returns a matrix as it is, to look rows up in."""
-        return self._parameters.floats(name).to(self._dtype, copy=True).contiguous()
+        return self._parameters.floats(name).to(self.dtype, copy=True).contiguous()
 
-    def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
-        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn."""
+    def matrix(self, module: str, alternate: bool = False, columns: int = 0, experts: int = 1) -> PackedMatrix:
+        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn.
+
+        `experts`: how many have equally many of the rows, each in panels of its own
+        """
         name, bias = f"{module}.weight", f"{module}.bias"
         weight = self._parameters.codes(name) or self._wide(name, columns)
-        order = _alternating(weight.shape[0] // 2) if alternate else None
+        order = _panel_order(weight.shape[0], alternate, experts)
         biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
         if isinstance(weight, Tensor):
             return pack_float(self._library, _taken(weight, order), self._kind, biases)
@@ -188,16 +210,24 @@ class NativeWeights:
 
     def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None, rows: NDArray[np.int64] | None) -> PackedMatrix:
         codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))
-        order, kind = None if weight.order is None else weight.order.numpy(), Q4 if weight.bits == 4 else Q8
-        return pack_codes(self._library, codes, scale, offset, weight.group, kind, weight.factor, bias, order, rows)
+        order, table = (None if part is None else part.numpy() for part in (weight.order, weight.table))
+        kind = Q4 if weight.bits == 4 else Q8
+        return pack_codes(self._library, codes, scale, offset, weight.group, kind, weight.factor, bias, order, rows, table)
 
 
-def _alternating(size: int) -> Tensor:
-    """Returns the order in which 16 rows of each of two halves of `size` follow each other; -1 is a row of zeros."""
+def _panel_order(rows: int, alternate: bool, experts: int) -> Tensor | None:
+    """Returns the order in which panels take the rows, or None if it is their own; -1 is a row of zeros.
+
+    With `alternate`, 16 rows of each half of an expert follow each other.
+    """
+    parts = 2 * experts if alternate else experts
+    size = rows // parts
+    if parts == 1 or (not alternate and size % PANEL == 0):
+        return None
     index = torch.full((-(-size // PANEL) * PANEL,), -1)
     index[:size] = torch.arange(size)
-    panels = index.view(-1, 1, PANEL)
-    return torch.cat([panels, torch.where(panels < 0, -1, panels + size)], dim=1).flatten()
+    every = torch.where(index < 0, -1, index + size * torch.arange(parts)[:, None])  # [parts, whole panels of a part]
+    return every.view(experts, parts // experts, -1, PANEL).transpose(1, 2).flatten()
 
 
 def _taken(values: Tensor, order: Tensor | None) -> NDArray[np.float32]:

@@ -36,14 +36,16 @@ POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with th
 class DummyCheckpoint:
     """Random weights of a plausible size, for trying out shapes: the same for the same seed, and made when they are read.
 
-    There is one for every weight of `model`, which may be on the meta device. Norms are ones.
+    There is one for every weight of `model`, which may be on the meta device. Norms become ones.
     """
 
     source = "dummy weights"
 
     def __init__(self, model: Decoder, seed: int, device: torch.device = CPU) -> None:
         self._seed = seed
-        self._shapes = {name: tuple(target.values.shape) for name, target in weight_targets(model).items()}
+        targets = weight_targets(model)
+        self._shapes = {name: tuple(target.values.shape) for name, target in targets.items()}
+        self._plus = {name: target.plus for name, target in targets.items()}
         starts = accumulate((prod(shape) for shape in self._shapes.values()), initial=0)
         self._start = {name: start % POOL for name, start in zip(self._shapes, starts)}
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(seed % 2**63)).mul_(STD).to(device)
@@ -62,7 +64,7 @@ class DummyCheckpoint:
     def read(self, name: str) -> Tensor:
         shape = self._shapes[name]
         is_norm = len(shape) == 1 and name.endswith(".weight")
-        return torch.ones(shape) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
+        return torch.full(shape, 1 - self._plus[name]) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
 
     def check_part(self, name: str, part: Part) -> None:
         """Any part can be made."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.files import read_json_object
-from octavo.loading.gguf import GGUFFile, config_dict, read_gguf
+from octavo.loading.gguf import GGUFFile, config_dict, read_gguf, rope_factors
 from octavo.loading.hub import fetch_model
 from octavo.loading.names import INSTALL, NAME, HubName, at_revision, default_model, is_default_name, parse_hub_name
 from octavo.model_config import ModelConfig
@@ -106,7 +106,8 @@ def _why_not(path: Path) -> str:
 
 def load_model_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
-        return read_config(config_dict(source.gguf.metadata, source.gguf.tensors, str(source.path)), str(source.path))
+        file, shown = source.gguf, str(source.path)
+        return read_config(config_dict(file.metadata, file.tensors, shown, rope_factors(file)), shown)
     path = source.path / "config.json"
     if not path.exists() and (gguf := next(source.path.glob("*.gguf"), None)):
         raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")

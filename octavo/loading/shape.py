@@ -26,13 +26,14 @@ from octavo.loading.hub_client import Hub
 from octavo.loading.names import HubName
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
-from octavo.models.family import Rules
+from octavo.models.family import MAX_EXPERTS, Rules, of_expert
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config, stage_config
+from octavo.platforms import is_arm
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
-from octavo.policy.description import ModelDescription
+from octavo.policy.description import EXPERT_STACKS, ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import Codes, Kept, requantised, weight_bytes
+from octavo.policy.model_size import DECIDING, Codes, Kept, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
 from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
@@ -48,6 +49,7 @@ GGUF_CODES = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), Codes(8, 32)),
     "Q6_K": Codes(8, 16),
 }
+MXFP4_CODES, BLOCKS = Codes(4, 32, table="FP4"), "_blocks"  # of all experts, in folders
 SOME_ORDER = "act-order"  # where the order was not read: one for all modules, since it is found from the same inputs
 
 
@@ -71,10 +73,13 @@ def stored_weights(
     `source`: for messages; `orders`: of the columns of each module with act-order, if they are known
     """
     found = []
-    for name, (kind, shape) in tensors.items():
+    for stored, (kind, shape) in tensors.items():
+        name = rules.of_checkpoint(stored)
+        if name is None:
+            continue
         module, _, part = name.rpartition(".")
-        if quantization is None or f"{module}.qweight" not in tensors or part == "bias":
-            found.append(StoredWeight(rules.of_gguf(name) or name, kind, prod(shape), GGUF_CODES.get(kind)))
+        if quantization is None or f"{stored.rpartition('.')[0]}.qweight" not in tensors or part == "bias":
+            found += _unstacked(name, kind, shape, rules)
         elif part == "qweight" and len(shape) == 2:
             per_word = 32 // quantization.bits
             columns = shape[0] * (1 if quantization.method == "awq" else per_word)
@@ -83,9 +88,22 @@ def stored_weights(
     return tuple(found)
 
 
+def _unstacked(name: str, kind: str, shape: tuple[int, ...], rules: Rules) -> list[StoredWeight]:
+    """Returns the weights that a tensor holds: one, or one of every expert."""
+    named, size, codes = rules.of_gguf(name) or name, prod(shape), GGUF_CODES.get(kind)
+    modules = rules.stacked(name.removesuffix(BLOCKS))
+    if modules is not None and name.endswith(BLOCKS):
+        kind, size, codes = "MXFP4", 2 * size, MXFP4_CODES
+    stacked = [named] if "*" in named else [f"{module}.weight" for module in modules or ()]
+    count = shape[0] if len(shape) > 1 and shape[0] <= MAX_EXPERTS else 0  # else opening the file will raise the error
+    names = [of_expert(one, expert) for expert in range(count) for one in stacked] or [named]
+    return [StoredWeight(one, kind, size // len(names), codes) for one in names]
+
+
 def of_description(model: ModelDescription, source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
-    """Returns the weights as such a model is usually stored: its linear layers quantised, the vocabulary not."""
-    products = [matrix for matrix in model.matrices if not matrix.vocabulary]
+    """Returns the weights as such a model is usually stored: its linear layers quantised, the vocabulary and routers not."""
+    kinds = EXPERT_STACKS if quantization.method == "mxfp4" else {matrix.name for matrix in model.matrices} - set(DECIDING)
+    products = [matrix for matrix in model.matrices if not matrix.vocabulary and matrix.name in kinds]
     modules = [(part.removesuffix(".weight"), matrix.columns, rows) for matrix in products for part, rows in matrix.parts.items()]
     order = SOME_ORDER if quantization.desc_act else ""
     return tuple(_packed(source, name, rows * k, k, quantization, order) for name, k, rows in modules if quantization.converts(name))
@@ -135,10 +153,16 @@ class ModelShape:
     ranks: int = 1  # that share each matrix; the config and all that follows from it is then that of one
     stage: Stage = ONLY  # of a pipeline; the same holds for its layers
 
-    def of_rank(self, ranks: int, context: int = 1) -> "ModelShape":
-        """Returns the shape of one of several ranks. Refuses a model that they cannot share. `context`: ranks that share a context"""
+    def of_rank(self, ranks: int, context: int = 1, expert_ranks: int = 1) -> "ModelShape":
+        """Returns the shape of one of several ranks. Refuses a model that they cannot share.
+
+        `context`: ranks that share a context; `expert_ranks`: those that have whole experts each
+        """
+        if ranks == 1:
+            return self
+        config = rank_config(self.config, ranks, context, expert_ranks)
         weights = tuple(replace(weight, size=-(-weight.size // ranks)) for weight in self.weights)
-        return replace(self, config=rank_config(self.config, ranks, context), weights=weights, ranks=ranks) if ranks > 1 else self
+        return replace(self, config=config, weights=weights, ranks=ranks)
 
     def stages(self, count: int) -> "list[ModelShape]":
         """Returns the shape of each stage of a pipeline."""
@@ -197,7 +221,7 @@ class ModelShape:
             weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked)
         else:
             weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
-        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads)
+        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm())
 
     def _gpu_needs(self, dtype: str, cache_dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
         """Returns the needs of a GPU. Files are read on the host, a matrix at a time; floats become codes on the device."""

@@ -1,6 +1,7 @@
 """The weights of one rank of several, out of the files of the whole model.
 
     ShardedCheckpoint    tensor parallel: the rank's part of each weight, under the weight's own name
+    ExpertsCheckpoint    expert parallel: the experts of a rank, numbered from 0
     StagedCheckpoint     pipeline parallel: the layers of a stage, numbered from 0
 
 So loaders fill a model that was built with the rank's config as they fill a whole one. What other ranks have is not read; but see
@@ -17,14 +18,25 @@ from octavo.errors import LoadError
 from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
-from octavo.models.registry import rank_parts
+from octavo.models.registry import describe, rank_parts
 from octavo.policy.split import Part
-from octavo.quant.packed import PackedWeight
+from octavo.quant.packed import PackedWeight, concatenate
 
 
-def of_rank(stored: FileCheckpoint, config: ModelConfig, size: int, rank: int, context: int = 1) -> Checkpoint:
-    """Returns what one of `size` ranks has of a checkpoint. `config`: of the whole model; `context`: ranks that share a context"""
-    return stored if size == 1 else ShardedCheckpoint(stored, rank_parts(config, size, rank, context))
+def of_rank(
+    stored: FileCheckpoint, config: ModelConfig, size: int, rank: int, context: int = 1, expert_ranks: int = 1
+) -> Checkpoint:
+    """Returns what one of `size` ranks has of a checkpoint.
+
+    `config`: of the whole model; `context`: ranks that share a context; `expert_ranks`: those that have whole experts each
+    """
+    if size == 1:
+        return stored
+    if expert_ranks > 1:
+        count = next(mlp.experts.count for mlp in (layer.mlp for layer in describe(config).layers) if mlp.experts is not None)
+        held = count // expert_ranks
+        stored = ExpertsCheckpoint(stored, count, range(rank * held, (rank + 1) * held))
+    return ShardedCheckpoint(stored, rank_parts(config, size, rank, context, expert_ranks))
 
 
 class ShardedCheckpoint:
@@ -35,7 +47,8 @@ class ShardedCheckpoint:
         self._parts = parts
         for name in stored.names():
             self._check_size(name)
-            stored.check_part(name, self._part(name))
+            for piece in _pieces(self._part(name)):
+                stored.check_part(name, piece)
 
     def _part(self, name: str) -> Part:
         return self._parts.get(name, WHOLE)
@@ -55,18 +68,72 @@ class ShardedCheckpoint:
         shape, part = self._stored.shape(name), self._part(name)
         if part.columns is not None:
             return shape[0], len(part.columns)
+        if part.runs:
+            return sum(len(run) for run in part.runs), *shape[1:]
         return shape if part.rows is None else (len(part.rows), *shape[1:])
 
     def read(self, name: str) -> Tensor:
         part = self._part(name)
-        return torch.zeros(self.shape(name)) if part.zeros else self._stored.read_part(name, part)
+        if part.zeros:
+            return torch.zeros(self.shape(name))
+        pieces = [self._stored.read_part(name, piece) for piece in _pieces(part)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def packed(self, name: str) -> PackedWeight | None:
-        return self._stored.packed_part(name, self._part(name))
+        pieces = [self._stored.packed_part(name, piece) for piece in _pieces(self._part(name))]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) < len(pieces):
+            return None
+        return found[0] if len(found) == 1 else concatenate(found)
 
     def fingerprint(self) -> bytes:
         """Returns another digest for each rank and number of ranks: their caches differ."""
         return hashlib.blake2b(self._stored.fingerprint() + repr(sorted(self._parts.items(), key=str)).encode(), digest_size=32).digest()
+
+
+def _pieces(part: Part) -> list[Part]:
+    """Returns the parts that a file can read, one for each run of rows."""
+    return [Part(rows=run) for run in part.runs] or [part]
+
+
+class ExpertsCheckpoint:
+    def __init__(self, stored: FileCheckpoint, count: int, own: range) -> None:
+        """`count`: of all experts; `own`: those of the rank"""
+        self.source = stored.source
+        self._stored = stored
+        self._own = own
+        self._stored_name: dict[str, str] = {}  # by the name that is shown
+        for name in stored.names():
+            expert = Rules.expert(name)
+            if expert is None or expert >= count:  # the loader refuses an expert that the model does not have
+                self._stored_name[name] = name
+            elif expert in own:
+                self._stored_name[Rules.with_expert(name, expert - own.start)] = name
+
+    def names(self) -> list[str]:
+        return list(self._stored_name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.shape(self._stored_name[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._stored.read(self._stored_name[name])
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return self._stored.packed(self._stored_name[name])
+
+    def check_part(self, name: str, part: Part) -> None:
+        self._stored.check_part(self._stored_name[name], part)
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        return self._stored.read_part(self._stored_name[name], part)
+
+    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+        return self._stored.packed_part(self._stored_name[name], part)
+
+    def fingerprint(self) -> bytes:
+        """Returns another digest for each rank and number of ranks."""
+        return hashlib.blake2b(self._stored.fingerprint() + repr(self._own).encode(), digest_size=32).digest()
 
 
 class StagedCheckpoint:

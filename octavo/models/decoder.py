@@ -7,6 +7,7 @@ The batch that a layer gets is that of its cache group, so that no layer has to 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,19 +22,32 @@ from octavo.policy.stages import Stage
 from octavo.quant.schemes import QuantScheme
 
 
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What the stream is multiplied by where it begins, and the logits where it ends (`ModelDescription`)."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    logit_cap: float | None = None
+
+
+PLAIN = Scales()
+
+
 class Decoder(nn.Module):
     def __init__(
-        self, config: ModelConfig, layers: Iterable[nn.Module], norm: nn.Module, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
-    ) -> None:
+        self, config: ModelConfig, layers: Iterable[nn.Module], norm: nn.Module, scheme: QuantScheme, dtype: torch.dtype, comm: Comm,
+        scales: Scales = PLAIN,
+    ) -> None:  # fmt: skip
         """`config`: of the rank, where the model is split over several (`models/registry.py`: rank_config)."""
         super().__init__()
         self.config, self.dtype, self.comm = config, dtype, comm
         self.tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)  # whose logits it computes
-        self.embed = Embedding(self.tokens, config.hidden_size, scheme, dtype, comm)
+        self.embed = Embedding(self.tokens, config.hidden_size, scheme, dtype, comm, scales.embedding)
         self.layers = nn.ModuleList(layers)
         self._numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.norm = norm
-        self.head = LMHead(self.embed, config.tie_embeddings, scheme)
+        self.head = LMHead(self.embed, config.tie_embeddings, scheme, scales.logits, scales.logit_cap)
 
     def keep(self, stage: Stage) -> None:
         """Drops what other stages of a pipeline have. A tied head keeps the embedding's matrix."""

@@ -1,4 +1,4 @@
-"""The torch module of the dense family. `dense_family.py` says what it is made of."""
+"""The torch module of every dense decoder. `dense_family.py` says what it may be made of, and each family what its own is."""
 
 from typing import Any, cast
 
@@ -20,12 +20,16 @@ from octavo.kernels.triton.gemv.tiles import MAX_HELD  # rules alone: no triton 
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MLP, Linear, RMSNorm
-from octavo.models.decoder import Decoder
+from octavo.layers.mixture import Mixture, Routing
+from octavo.models.decoder import Decoder, Scales
 from octavo.models.dense_family import DenseConfig
+from octavo.policy.description import MLPShape
 from octavo.quant.schemes import UNQUANTIZED, Packed, QuantScheme, Unquantized
 
 
 class DenseLayer(nn.Module):
+    """Norms stand before a sub-layer, after it, or both. Without one before, a sub-layer reads the stream itself."""
+
     def __init__(
         self,
         config: DenseConfig,
@@ -38,11 +42,15 @@ class DenseLayer(nn.Module):
     ) -> None:
         super().__init__()
         hidden, eps, bias = config.hidden_size, config.norm_eps, (config.qkv_bias, config.output_bias)
-        self.layer = layer
-        self.attention_norm = RMSNorm(hidden, eps, dtype)
-        self.attention = Attention(config.attention(layer), hidden, bias, eps, rope, backend, scheme, dtype, comm)
-        self.mlp_norm = RMSNorm(hidden, eps, dtype)
-        self.mlp = MLP(hidden, config.intermediate_size, config.mlp_bias, scheme, dtype, comm)
+        shape, norm_dtype = config.layer(layer), torch.float32 if config.wide_norms else dtype
+        before, after = shape.norms != "after", shape.norms != "before"
+        self.layer, self.residual_scale = layer, shape.residual_scale
+        self.attention_norm = RMSNorm(hidden, eps, norm_dtype) if before else None
+        self.attention = Attention(config.attention(layer), hidden, bias, eps, rope, backend, scheme, dtype, comm, norm_dtype)
+        self.attention_after_norm = RMSNorm(hidden, eps, norm_dtype) if after else None
+        self.mlp_norm = RMSNorm(hidden, eps, norm_dtype) if before else None
+        self.mlp = build_mlp(shape.mlp, hidden, config.mlp_bias, scheme, dtype, comm)
+        self.mlp_after_norm = RMSNorm(hidden, eps, norm_dtype) if after else None
         self.few_rows = few_rows(self)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -50,22 +58,43 @@ class DenseLayer(nn.Module):
             return few(self, x, residual, batch)
         x, residual = self._mix(x, residual, batch)  # names are used again: what went before is not held while the MLP runs
         x, residual = self._join(x, residual)
-        return self.mlp(x), residual
+        return self._added(self.mlp(x), self.mlp_after_norm), residual
 
     def sampled(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
         """As `forward`, but only the tokens to sample from go on after the mixer. Also returns what the mixer gave every token."""
         mixed, residual = self._mix(x, residual, batch)
         index = batch.sample_index
         x, residual = self._join(mixed.index_select(0, index), residual.index_select(0, index))
-        return self.mlp(x), residual, mixed
+        return self._added(self.mlp(x), self.mlp_after_norm), residual, mixed
 
     def _mix(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        x, residual = self.attention_norm(x, residual)
+        x, residual = _read(x, residual, self.attention_norm)
         return self.attention(x, batch.caches[self.layer], batch), residual
 
     def _join(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = self.mlp_norm(self.attention.output(mixed), residual)
-        return x, residual
+        return _read(self._added(self.attention.output(mixed), self.attention_after_norm), residual, self.mlp_norm)
+
+    def _added(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Returns what a sub-layer adds to the stream."""
+        x = x if norm is None else norm.alone(x)
+        return x if self.residual_scale == 1 else x * self.residual_scale
+
+
+def _read(x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+    """Adds x to the stream. Returns what a sub-layer reads of it, and the stream."""
+    if norm is None:
+        stream = residual + x
+        return stream, stream
+    read, stream = norm(x, residual)
+    return read, stream
+
+
+def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> nn.Module:
+    """Returns the MLP that a layer of this shape has, or the mixture."""
+    if (experts := shape.experts) is not None:
+        routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
+        return Mixture(hidden_size, shape.inner, experts.shared_inner, routing, shape.activation, bias, scheme, dtype, comm)
+    return MLP(hidden_size, shape.inner, bias, scheme, dtype, comm, shape.activation)
 
 
 class DenseModel(Decoder):
@@ -78,9 +107,14 @@ class DenseModel(Decoder):
         max_len: int,
         scheme: QuantScheme = UNQUANTIZED,
     ) -> None:
-        rope = build_rope(config.rope, config.head_dim, max_len)
-        layers = [DenseLayer(config, layer, rope, backend, scheme, dtype, comm) for layer in range(config.num_layers)]
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.norm_eps, dtype), scheme, dtype, comm)
+        rotated = config.attention(0).rotated
+        ropes = {rope: build_rope(rope, rotated, max_len) for rope in map(config.rope_of, range(config.num_layers))}
+        layers = [
+            DenseLayer(config, layer, ropes[config.rope_of(layer)], backend, scheme, dtype, comm) for layer in range(config.num_layers)
+        ]
+        norm = RMSNorm(config.hidden_size, config.norm_eps, torch.float32 if config.wide_norms else dtype)
+        scales = Scales(config.embedding_scale, config.logit_scale, config.logit_cap)
+        super().__init__(config, layers, norm, scheme, dtype, comm, scales)
 
 
 # -- a few rows of a decode step, as five kernels; each product includes the small operations before it
@@ -96,22 +130,29 @@ class DenseModel(Decoder):
 
 
 def few_rows(layer: DenseLayer) -> int:
-    """Returns the most rows that these kernels can compute: 0 if the layer has a bias on gate and up."""
-    attention, mlp = layer.attention, layer.mlp
+    """Returns the most rows that these kernels can compute: 0 if the layer has something that they lack.
+
+    They know norms before sub-layers with weights of the run's dtype, a SwiGLU MLP without biases on gate and up, and sums without scales.
+    """
+    attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
+    if norm is None or layer.attention_after_norm is not None or layer.residual_scale != 1 or norm.weight.dtype != attention.dtype:
+        return 0
+    if not isinstance(mlp, MLP) or mlp.activation != "swiglu" or mlp.gate_up.bias is not None:
+        return 0
     linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     known = all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
-    return attention.backend.few_rows if known and mlp.gate_up.bias is None else 0
+    return attention.backend.few_rows if known else 0
 
 
 def few(layer: DenseLayer, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Computes the layer for one new token in each row."""
-    attention = layer.attention
-    qkv, residual = _norm_linear(attention.qkv, x, residual, layer.attention_norm)
+    """Computes the layer for one new token in each row, if it has `few_rows`."""
+    attention, mlp = layer.attention, cast(MLP, layer.mlp)
+    qkv, residual = _norm_linear(attention.qkv, x, residual, cast(RMSNorm, layer.attention_norm))
     cache = batch.caches[layer.layer]
     parts, parts_lse = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
     x = attention.output.comm.all_reduce(_merge_linear(attention.output, parts, parts_lse, x.dtype))
-    gated, residual = _gate_up(layer.mlp.gate_up, x, residual, layer.mlp_norm)
-    return layer.mlp.down.comm.all_reduce(_linear(layer.mlp.down, gated)), residual
+    gated, residual = _gate_up(mlp.gate_up, x, residual, cast(RMSNorm, layer.mlp_norm))
+    return mlp.down.comm.all_reduce(_linear(mlp.down, gated)), residual
 
 
 def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:

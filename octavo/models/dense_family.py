@@ -1,42 +1,51 @@
-"""Llama, Qwen2 and Qwen3: one dense decoder. This is the one place that says what its layers are made of; no torch here.
-
-    Llama   plain         Qwen2   biases on q, k, v         Qwen3   norms on the heads of q and k
+"""What every dense decoder is made of: its config, its description, and what families read alike. No torch, and no family's name.
 
     x -> norm -> q k v -> attention -> output -> + -> norm -> gate, up -> silu(gate) * up -> down -> +
+
+A family says in a module of its own what differs: where norms stand, which layers have a window or rotate nothing, what is scaled
+or capped. `models/dense.py` computes what the config says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import LoadError
 from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeConfig
-from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
+from octavo.models.family import Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
+from octavo.policy.description import Activation, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
 from octavo.policy.split import Shared
 
-LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+MODEL = "octavo.models.dense:DenseModel"
+SLIDING, FULL = "sliding_attention", "full_attention"
 
-RULES = Rules(
-    [
-        Rule("model.embed_tokens", "embed", gguf="token_embd"),
-        Rule("model.layers.*.input_layernorm", "layers.*.attention_norm", gguf="blk.*.attn_norm"),
-        Rule("model.layers.*.self_attn.q_proj", "layers.*.attention.qkv", "q", gguf="blk.*.attn_q"),
-        Rule("model.layers.*.self_attn.k_proj", "layers.*.attention.qkv", "k", gguf="blk.*.attn_k"),
-        Rule("model.layers.*.self_attn.v_proj", "layers.*.attention.qkv", "v", gguf="blk.*.attn_v"),
-        Rule("model.layers.*.self_attn.q_norm", "layers.*.attention.q_norm", gguf="blk.*.attn_q_norm"),
-        Rule("model.layers.*.self_attn.k_norm", "layers.*.attention.k_norm", gguf="blk.*.attn_k_norm"),
-        Rule("model.layers.*.self_attn.o_proj", "layers.*.attention.output", gguf="blk.*.attn_output"),
-        Rule("model.layers.*.post_attention_layernorm", "layers.*.mlp_norm", gguf="blk.*.ffn_norm"),
-        Rule("model.layers.*.mlp.gate_proj", "layers.*.mlp.gate_up", "gate", gguf="blk.*.ffn_gate"),
-        Rule("model.layers.*.mlp.up_proj", "layers.*.mlp.gate_up", "up", gguf="blk.*.ffn_up"),
-        Rule("model.layers.*.mlp.down_proj", "layers.*.mlp.down", gguf="blk.*.ffn_down"),
-        Rule("model.norm", "norm", gguf="output_norm"),
-        Rule("lm_head", "head", gguf="output"),
-    ]
+EMBEDDING_RULES = (
+    Rule("model.embed_tokens", "embed", gguf="token_embd"),
+    Rule("model.norm", "norm", gguf="output_norm"),
+    Rule("lm_head", "head", gguf="output"),
 )
+ATTENTION_RULES = (
+    Rule("model.layers.*.self_attn.q_proj", "layers.*.attention.qkv", "q", gguf="blk.*.attn_q"),
+    Rule("model.layers.*.self_attn.k_proj", "layers.*.attention.qkv", "k", gguf="blk.*.attn_k"),
+    Rule("model.layers.*.self_attn.v_proj", "layers.*.attention.qkv", "v", gguf="blk.*.attn_v"),
+    Rule("model.layers.*.self_attn.o_proj", "layers.*.attention.output", gguf="blk.*.attn_output"),
+)
+QK_NORM_RULES = (
+    Rule("model.layers.*.self_attn.q_norm", "layers.*.attention.q_norm", gguf="blk.*.attn_q_norm"),
+    Rule("model.layers.*.self_attn.k_norm", "layers.*.attention.k_norm", gguf="blk.*.attn_k_norm"),
+)
+NORM_RULES = (
+    Rule("model.layers.*.input_layernorm", "layers.*.attention_norm", gguf="blk.*.attn_norm"),
+    Rule("model.layers.*.post_attention_layernorm", "layers.*.mlp_norm", gguf="blk.*.ffn_norm"),
+)
+MLP_RULES = (
+    Rule("model.layers.*.mlp.gate_proj", "layers.*.mlp.gate_up", "gate", gguf="blk.*.ffn_gate"),
+    Rule("model.layers.*.mlp.up_proj", "layers.*.mlp.gate_up", "up", gguf="blk.*.ffn_up"),
+    Rule("model.layers.*.mlp.down_proj", "layers.*.mlp.down", gguf="blk.*.ffn_down"),
+)
+PLAIN_RULES = Rules([*EMBEDDING_RULES, *NORM_RULES, *ATTENTION_RULES, *QK_NORM_RULES, *MLP_RULES])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +59,54 @@ class DenseConfig(ModelConfig):
     qkv_bias: bool
     output_bias: bool  # bias of the attention output projection
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["heads", "whole"] | None
     windows: tuple[int | None, ...]  # of each layer: sliding window in tokens; None: full attention
+    gives_back: bool = False  # layers with a window give back the blocks behind it
+    ropes: tuple[RopeConfig | None, ...] = ()  # of each layer, where they differ; None: a layer rotates nothing
+    rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
+    attention_scale: float | None = None  # None: one over the root of head_dim
+    soft_cap: float | None = None
+    sinks: bool = False
+    norms: Literal["before", "after", "both"] = "before"
+    wide_norms: bool = False  # weights of norms are float32, and multiply before anything is rounded
+    activation: Activation = "swiglu"
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        return self.ropes[layer] if self.ropes else self.rope
 
     def attention(self, layer: int) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=self.windows[layer],
-            rope=self.rope,
+            rope=self.rope_of(layer),
+            rotary_dim=self.rotary_dim,
             qk_norm=self.qk_norm,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
             context_ranks=self.context_ranks,
         )
 
+    def mlp(self, layer: int) -> MLPShape:
+        return MLPShape(self.intermediate_size, self.activation)
 
-def read(reader: ConfigReader, architecture: str) -> DenseConfig:
+    def layer(self, layer: int) -> LayerShape:
+        return LayerShape(
+            self.attention(layer), self.mlp(layer), NormShape(self.norm_eps), norms=self.norms, residual_scale=self.residual_scale
+        )
+
+
+# -- reading a config.json
+
+
+def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
+    """Returns the fields of a plain decoder, under the keys that most families share. A family replaces what is its own."""
     heads = reader.integer("num_attention_heads", high=65536)
     kv_heads = reader.integer("num_key_value_heads", heads, high=65536)
     common = reader.common(architecture)
@@ -78,75 +118,110 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     head_dim = reader.integer("head_dim", hidden // heads, high=4096)
     if head_dim % 2:
         raise reader.fail("head_dim", "even, for rotary positions")
-    if reader.raw.get("hidden_act", "silu") != "silu":
-        raise reader.fail("hidden_act", "silu")
     bias = reader.flag("attention_bias", False)
-    return DenseConfig(
+    return {
         **common,
-        intermediate_size=reader.integer("intermediate_size", high=2**22),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=reader.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
-        rope=reader.rope(),
-        qkv_bias=bias or architecture == QWEN2,
-        output_bias=bias and architecture != QWEN2,
-        mlp_bias=reader.flag("mlp_bias", False),
-        qk_norm=architecture == QWEN3,
-        windows=_windows(reader, common["num_layers"]),
-    )
+        "intermediate_size": reader.integer("intermediate_size", high=2**22),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "norm_eps": reader.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": reader.flag("mlp_bias", False),
+        "qk_norm": None,
+        "windows": (None,) * common["num_layers"],
+    }
 
 
-def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Returns each layer's window. In Qwen2 and Qwen3 `layer_types` says which layers have one, in older files `max_window_layers`."""
-    if not reader.flag("use_sliding_window", False) or reader.raw.get("sliding_window") is None:
-        return (None,) * layers
+def with_defaults(reader: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
+    """Returns a reader that has a family's own values for keys that a file may leave out."""
+    return ConfigReader({**defaults, **reader.raw}, reader.source)
+
+
+def check_activation(reader: ConfigReader, name: str = "silu", key: str = "hidden_act") -> None:
+    if reader.raw.get(key, name) != name:
+        raise reader.fail(key, name)
+
+
+def read_window(reader: ConfigReader) -> int | None:
+    """Returns `sliding_window`, or None if there is none, or none that a sequence could leave."""
+    if reader.raw.get("sliding_window") is None:
+        return None
     window = reader.integer("sliding_window")
+    return window if window < reader.integer("max_position_embeddings", 2048) else None
+
+
+def read_layer_types(reader: ConfigReader, layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """Returns the kind of each layer. `slides` says which have a window, in files without `layer_types`."""
     types = reader.raw.get("layer_types")
     if types is None:
-        first = reader.integer("max_window_layers", 28, low=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    known = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
-        raise reader.fail("layer_types", f"{layers} of full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+        types = [SLIDING if slides(layer) else FULL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not all(kind in (SLIDING, FULL) for kind in types):
+        raise reader.fail("layer_types", f"{layers} of {FULL} or {SLIDING}")
+    return types
 
 
-def describe(config: DenseConfig) -> ModelDescription:
-    norm, mlp, numbers = NormShape(config.norm_eps), MLPShape(config.intermediate_size), range(config.num_layers)
-    tied, vocabulary = config.tie_embeddings, (config.vocab_size, config.hidden_size)
-    embedding = RULES.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
-    head = RULES.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
+def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, ...]:
+    window = read_window(reader)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+# -- what it is made of
+
+
+def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
+    hidden, inner, bias = config.hidden_size, config.mlp(layer).inner, config.mlp_bias
+    return [
+        rules.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, bias, "rows", gated=True),
+        rules.matrix("down", "layers.*.mlp.down", hidden, inner, layer, bias, split="columns"),
+    ]
+
+
+def describe(
+    rules: Rules, family: str, config: DenseConfig, mlp: Callable[[Rules, Any, int], list[Matrix]] = mlp_matrices
+) -> ModelDescription:
+    """`mlp`: returns the matrices of a layer's MLP, in families where it is not always a plain one"""
+    numbers, tied, vocabulary = range(config.num_layers), config.tie_embeddings, (config.vocab_size, config.hidden_size)
+    embedding = rules.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
+    head = rules.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
+    last = vector("norm", "norm", config.hidden_size, wide=config.wide_norms)
     return ModelDescription(
-        family="dense",
+        family=family,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_position=config.max_position,
-        norm=norm,
-        layers=tuple(LayerShape(config.attention(layer), mlp, norm) for layer in numbers),
-        matrices=(*(matrix for layer in numbers for matrix in _layer_matrices(config, layer)), head),
-        vectors=(*(one for layer in numbers for one in _layer_vectors(config, layer)), vector("norm", "norm", config.hidden_size)),
+        norm=NormShape(config.norm_eps),
+        layers=tuple(config.layer(layer) for layer in numbers),
+        matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
+        vectors=(*(one for layer in numbers for one in layer_vectors(config, layer)), last),
         lookup=None if tied else embedding,
+        gives_back=config.gives_back,
+        embedding_scale=config.embedding_scale,
+        logit_scale=config.logit_scale,
+        logit_cap=config.logit_cap,
         captured=True,
     )
 
 
-def _layer_matrices(config: DenseConfig, layer: int) -> list[Matrix]:
-    hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention(layer)
+def attention_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
+    hidden, spec = config.hidden_size, config.attention(layer)
     return [
-        RULES.matrix("qkv", "layers.*.attention.qkv", spec.projections, hidden, layer, config.qkv_bias, split="rows"),
-        RULES.matrix("output", "layers.*.attention.output", hidden, spec.q_size, layer, config.output_bias, split="columns"),
-        RULES.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, config.mlp_bias, "rows", gated=True),
-        RULES.matrix("down", "layers.*.mlp.down", hidden, inner, layer, config.mlp_bias, split="columns"),
+        rules.matrix("qkv", "layers.*.attention.qkv", spec.projections, hidden, layer, config.qkv_bias, split="rows"),
+        rules.matrix("output", "layers.*.attention.output", hidden, spec.q_size, layer, config.output_bias, split="columns"),
     ]
 
 
-def _layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
-    sizes = {"attention_norm": config.hidden_size, "mlp_norm": config.hidden_size}
-    heads = {"q_norm": config.head_dim, "k_norm": config.head_dim} if config.qk_norm else {}
+def layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
+    before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
+    names = {"before": before, "after": after, "both": before + after}[config.norms]
+    spec = config.attention(layer)
+    heads = {} if spec.qk_norm is None else dict(zip(("q_norm", "k_norm"), spec.normed))
+    sinks = [vector("sinks", "layers.*.attention.sinks", spec.num_heads, layer)] if spec.sinks else []
     return [
-        *(vector(name, f"layers.*.{name}", size, layer) for name, size in sizes.items()),
-        *(vector(name, f"layers.*.attention.{name}", size, layer) for name, size in heads.items()),
+        *sinks,
+        *(vector(name, f"layers.*.{name}", config.hidden_size, layer, wide=config.wide_norms) for name in names),
+        *(vector(name, f"layers.*.attention.{name}", size, layer, wide=config.wide_norms) for name, size in heads.items()),
     ]
 
 
@@ -159,15 +234,22 @@ def shared(config: DenseConfig) -> dict[str, Shared]:
 
 
 def cut(config: DenseConfig, layers: range) -> DenseConfig:
-    return replace(config, num_layers=len(layers), windows=config.windows[layers.start : layers.stop])
+    own = slice(layers.start, layers.stop)
+    return replace(config, num_layers=len(layers), windows=config.windows[own], ropes=config.ropes[own])
 
 
-def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
-    """Returns the family's keys of a config.json. Experts, partly rotated heads and windows are refused, not ignored."""
-    if keys.integer("expert_count", 0, low=0):
+# -- GGUF files
+
+
+def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False) -> dict[str, Any]:
+    """Returns the keys of a config.json that most families share.
+
+    `windowed`, `experts`: the family reads them itself, else they are refused; `head_dim`: whole heads are rotated, which tells their width
+    """
+    if not experts and keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
     context = keys.integer("context_length")
-    if 0 < keys.integer("attention.sliding_window", 0, low=0) < context:
+    if not windowed and 0 < keys.integer("attention.sliding_window", 0, low=0) < context:
         raise keys.fail(f"{keys.prefix}attention.sliding_window", f"absent or at least the context length {context}")
     heads = keys.integer("attention.head_count")
     config = {
@@ -179,22 +261,15 @@ def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.shapes,
     }
-    return config if (head_dim := keys.head_dim()) is None else {**config, "head_dim": head_dim}
+    width = keys.head_dim() if head_dim else None
+    return config if width is None else {**config, "head_dim": width}
 
 
-def _interleaved(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the heads of tensors in interleaved rotary order: q and k in files of Llama models."""
-    return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if architecture == "llama" else {}
+def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, int]]:
+    """Returns what `GGUFForm` asks for: in files of these architectures q and k are in interleaved rotary order."""
 
+    def heads(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
+        there = architecture in architectures
+        return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if there else {}
 
-FAMILY = Family(
-    name="dense",
-    architectures=(LLAMA, QWEN2, QWEN3),
-    model="octavo.models.dense:DenseModel",
-    rules=RULES,
-    read=read,
-    describe=describe,
-    gguf=GGUFForm({"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}, _gguf_config, _interleaved),
-    shared=shared,
-    cut=cut,
-)
+    return heads

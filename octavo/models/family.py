@@ -7,12 +7,17 @@
     cut         its config with some of the layers, for the stages of pipeline parallel (`policy/stages.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        how GGUF files spell it, for families that such files exist of
+    deal        its config with some of the experts, for the ranks of expert parallel
 
-A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too.
+A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too, which is
+in the name of the part here. A tensor of a file may hold a weight of every expert; its name has no number for them.
+
+    model.layers.*.mlp.experts.*.up_proj   ->  layers.*.mlp.experts.gate_up, part *.up        GGUF: blk.*.ffn_up_exps
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from octavo.model_config import ConfigReader
@@ -20,20 +25,40 @@ from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Matrix, ModelDescription, Vector
 from octavo.policy.split import Shared
 
+MAX_EXPERTS = 1024  # of a layer: twice what any model has
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     checkpoint: str  # module in a Hugging Face folder
     module: str  # module here
-    part: str | None = None  # named rows of it, where several modules of the checkpoint are merged into one
+    part: str | None = None  # named rows of it, where several modules of the checkpoint are merged into one; None: all of it
     gguf: str | None = None  # tensor in a GGUF file, without its last word
+    plus: float = 0.0  # what is added to the weights of a checkpoint; GGUF files have it added already
+    bare: bool = False  # a parameter by itself: its name here and in a checkpoint has no last word, such as weight
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/stacked.py`)."""
+
+    tensor: str  # model.layers.*.mlp.experts.gate_up_proj
+    modules: tuple[str, ...]  # whose rows take turns: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
 
 
 class Rules:
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(
+        self, rules: Iterable[Rule], prefixes: Mapping[str, str] = MappingProxyType({}), left_out: Sequence[str] = (),
+        stacks: Iterable[Stack] = (),
+    ) -> None:  # fmt: skip
+        """`prefixes`: that a checkpoint may have instead of those in the rules; `left_out`: of weights that are not for this engine"""
         every = list(rules)
+        self._prefixes, self._left_out = dict(prefixes), tuple(left_out)
+        self._stacks = {stack.tensor: stack.modules for stack in stacks}
         self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
         self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
+        self._bare = {rule.checkpoint for rule in every if rule.bare}
+        self._plus = {rule.checkpoint: rule.plus for rule in every if rule.plus}
         assert len(self._by_place) == len(every), "two rules lead to the same place"
 
     def checkpoint_module(self, module: str, part: str | None = None) -> str:
@@ -45,8 +70,35 @@ class Rules:
     def find(self, module: str, part: str | None = None) -> str | None:
         """As `checkpoint_module`, but returns None if there is no rule."""
         pattern, numbers = _starred(module)
-        found = self._by_place.get((pattern, part))
-        return None if found is None else _filled(found, numbers)
+        part_pattern, part_numbers = (None, []) if part is None else _starred(part)
+        found = self._by_place.get((pattern, part_pattern))
+        return None if found is None else _filled(found, numbers + part_numbers)
+
+    def stacked(self, tensor: str) -> tuple[str, ...] | None:
+        """Returns the modules whose weights a tensor holds for every expert, with a `*` for the expert; None if it is no such tensor."""
+        pattern, numbers = _starred(tensor)
+        modules = self._stacks.get(pattern)
+        return None if modules is None else tuple(_filled(module, numbers) for module in modules)
+
+    def weight(self, module: str) -> str:
+        """Returns the name of a vector in a checkpoint."""
+        found = self.checkpoint_module(module)
+        return found if _starred(found)[0] in self._bare else f"{found}.weight"
+
+    @property
+    def renames(self) -> bool:
+        return bool(self._prefixes or self._left_out)
+
+    def of_checkpoint(self, name: str) -> str | None:
+        """Returns the name in the rules of a weight in a checkpoint, or None if it is left out on purpose."""
+        if name.startswith(self._left_out):
+            return None
+        prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
+        return self._prefixes.get(prefix, "") + name.removeprefix(prefix)
+
+    def plus(self, name: str) -> float:
+        """Returns what has to be added to this weight of a checkpoint."""
+        return self._plus.get(_starred(name.removesuffix(".weight"))[0], 0.0) if self._plus else 0.0
 
     @staticmethod
     def layer(name: str) -> int | None:
@@ -55,17 +107,34 @@ class Rules:
         return int(numbers[0]) if numbers else None
 
     @staticmethod
+    def expert(name: str) -> int | None:
+        """Returns the expert that a weight of a checkpoint belongs to, or None if it belongs to none."""
+        numbers = _starred(name)[1]
+        return int(numbers[1]) if len(numbers) > 1 else None
+
+    @staticmethod
+    def with_expert(name: str, expert: int) -> str:
+        """Returns the name of the same weight of another expert."""
+        pattern, (layer, _, *rest) = _starred(name)
+        return _filled(pattern, [layer, str(expert), *rest])
+
+    @staticmethod
     def with_layer(name: str, layer: int) -> str:
         """Returns the name of the same weight in another layer."""
         pattern, numbers = _starred(name)
         return _filled(pattern, [str(layer), *numbers[1:]])
 
     def of_gguf(self, name: str) -> str | None:
-        """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor."""
+        """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor.
+
+        The name has a `*` in the place of the experts' numbers, if the tensor holds a weight of every expert.
+        """
         tensor, _, leaf = name.rpartition(".")
         pattern, numbers = _starred(tensor)
         module = self._by_gguf.get(pattern)
-        return None if module is None or leaf not in ("weight", "bias") else f"{_filled(module, numbers)}.{leaf}"
+        if module is None or leaf not in ("weight", "bias"):
+            return None
+        return _filled(module, numbers) if module in self._bare else f"{_filled(module, numbers)}.{leaf}"
 
     def matrix(
         self, name: str, module: str, rows: int | Mapping[str, int], columns: int, layer: int | None = None, bias: bool = False,
@@ -73,14 +142,22 @@ class Rules:
     ) -> Matrix:  # fmt: skip
         """Returns a matrix of the description, with its names in the checkpoint. `rows`: of each part, if it has named parts."""
         module = module.replace("*", str(layer))
+        merged: tuple[int, ...] = ()
+        if not isinstance(rows, int) and self.find(module) is not None:  # one weight has all parts
+            merged, rows = tuple(rows.values()), sum(rows.values())
         counts: Iterable[tuple[str | None, int]] = [(None, rows)] if isinstance(rows, int) else rows.items()
         parts = {f"{self.checkpoint_module(module, part)}.weight": count for part, count in counts}
-        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary)
+        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, merged)
 
 
-def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False) -> Vector:
+def of_expert(name: str, expert: int) -> str:
+    """Returns the name of one expert's weight, for a name that has a `*` in the place of the experts' numbers."""
+    return _filled(name, [str(expert)])
+
+
+def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False, wide: bool = False) -> Vector:
     """Returns a norm of the description."""
-    return Vector(name, module.replace("*", str(layer)), size, layer, bias)
+    return Vector(name, module.replace("*", str(layer)), size, layer, bias, wide)
 
 
 def _starred(name: str) -> tuple[str, list[str]]:
@@ -106,6 +183,7 @@ class GGUFForm:
     config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; those that all models share come on top
     # how many heads share the rows of tensors that are stored in interleaved rotary order, by the tensor's word: {"attn_q": 9}
     interleaved: Callable[[str, Mapping[str, Any]], dict[str, int]]
+    experts: bool = False  # files of these architectures with experts belong to this family; those without to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +196,9 @@ class Family:
     describe: Callable[[Any], ModelDescription]
     gguf: GGUFForm | None = None
     shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
+    unshared: str = "nobody has said how"  # why not, if they cannot
     cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be dealt out
+    deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture

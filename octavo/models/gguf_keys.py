@@ -6,21 +6,35 @@ What all families share is read here, in the words of a config.json, so that one
 import math
 import reprlib
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from octavo.errors import LoadError
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-ROPE_SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
+ROPE_SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+FREQUENCY_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTORS = (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 class GGUFKeys:
     """Reads keys under the architecture's prefix, such as `llama.block_count`."""
 
-    def __init__(self, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], architecture: str, source: str) -> None:
+    def __init__(
+        self,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        architecture: str,
+        source: str,
+        factors: Mapping[str, list[float]] | None = None,
+    ) -> None:
+        """`factors`: what the tensors `ROPE_FACTORS` of the file hold; None: only its header is at hand, and they count as ones"""
         self.metadata = metadata
         self.shapes = shapes  # of the tensors in the file, by name
+        self._factors = {name: [1.0] * prod(shapes[name]) for name in ROPE_FACTORS if name in shapes} if factors is None else factors
         self.prefix = architecture + "."
         self.source = source
 
@@ -93,15 +107,48 @@ class GGUFKeys:
                 raise LoadError(f"{self.source}: {key[:80]} is not supported")
         rope: dict[str, Any] = {"rope_theta": self.number("rope.freq_base", 10000.0), "rope_type": "default"}
         kind = self.metadata.get(scaling + "type", "none")
+        if kind not in ROPE_SCALINGS:
+            raise self.fail(scaling + "type", f"one of {', '.join(ROPE_SCALINGS)}")
+        if (factors := self._frequency_factors(kind)) is not None:
+            return rope | factors
+        if kind == "longrope":
+            raise LoadError(f"{self.source}: {scaling}type is longrope, and there are no tensors {LONG_FACTORS} and {SHORT_FACTORS}")
+        if self.number("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise self.fail(scaling + "attn_factor", f"1, or the file must have {LONG_FACTORS}")
         if kind == "none":
             if self.number("rope.scale_linear", 1.0) != 1.0:  # the key of old files
                 rope |= {"rope_type": "linear", "factor": self.number("rope.scale_linear")}
             return rope
-        if kind not in ("linear", "yarn"):
-            raise self.fail(scaling + "type", "none, linear or yarn")
         rope |= {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
         if kind == "yarn":
-            rope["original_max_position_embeddings"] = self.integer("rope.scaling.original_context_length", self.integer("context_length"))
+            rope["original_max_position_embeddings"] = self._original_context()
             rope["beta_fast"] = self.number("rope.scaling.yarn_beta_fast", 32.0)
             rope["beta_slow"] = self.number("rope.scaling.yarn_beta_slow", 1.0)
         return rope
+
+    def _original_context(self) -> int:
+        return self.integer("rope.scaling.original_context_length", self.integer("context_length"))
+
+    def _frequency_factors(self, kind: str) -> dict[str, Any] | None:
+        """Returns a rotation whose frequencies have factors of their own, or None if the file has none.
+
+        Those of `rope_freqs` serve short and long contexts alike, and scale nothing else.
+        """
+        single = self._factors.get(FREQUENCY_FACTORS, [])
+        long, short = self._factors.get(LONG_FACTORS), self._factors.get(SHORT_FACTORS)
+        scaled = any(factor != 1 for factor in single)
+        if (long is None) != (short is None) or (scaled and long is not None):
+            raise LoadError(f"{self.source}: has one of {LONG_FACTORS} and {SHORT_FACTORS}, or {FREQUENCY_FACTORS} beside them")
+        if (scaled or long is not None) and kind not in ("none", "longrope"):
+            raise self.fail(f"{self.prefix}rope.scaling.type", "none or longrope, for frequencies have factors of their own")
+        if scaled:
+            return {"rope_type": "longrope", "short_factor": single, "long_factor": single, "attention_factor": 1.0}
+        if long is None:
+            return None
+        return {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "attention_factor": self.number("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": self._original_context(),
+        }

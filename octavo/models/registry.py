@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
-from octavo.models import dense_family
+from octavo.models import (
+    gemma_family,
+    gpt_oss_family,
+    granite_family,
+    llama_family,
+    mixture_family,
+    olmo_family,
+    phi_family,
+    qwen_family,
+    smollm_family,
+)
 from octavo.models.family import FAMILIES, Family, register
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.policy.description import ModelDescription
-from octavo.policy.split import Part, check_split, parts_of_rank
+from octavo.policy.split import Part, check_split, part_of_vector, parts_of_rank
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +32,16 @@ if TYPE_CHECKING:
     from octavo.models.decoder import Decoder
     from octavo.quant.schemes import QuantScheme
 
-register(dense_family.FAMILY)
+register(llama_family.FAMILY)
+register(qwen_family.FAMILY)
+register(phi_family.FAMILY)
+register(gemma_family.FAMILY)
+register(olmo_family.FAMILY)
+register(granite_family.FAMILY)
+register(smollm_family.FAMILY)
+register(mixture_family.MIXTRAL_FAMILY)
+register(mixture_family.QWEN_FAMILY)
+register(gpt_oss_family.FAMILY)
 
 
 def families() -> list[Family]:
@@ -50,16 +69,30 @@ def describe(config: ModelConfig) -> ModelDescription:
     return family_of(config).describe(config)
 
 
-def rank_config(config: ModelConfig, size: int, context: int = 1) -> ModelConfig:
+def dealt_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """Returns the config of a model with the experts of one of several ranks. Refuses a model whose experts cannot be dealt out."""
+    family = family_of(config)
+    if ranks == 1:
+        return config
+    if family.deal is None:
+        raise ConfigError(f"enable_expert_parallel is set, and models of the family {family.name} have no experts: leave it out")
+    dealt: ModelConfig = family.deal(config, ranks)
+    return dealt
+
+
+def rank_config(config: ModelConfig, size: int, context: int = 1, expert_ranks: int = 1) -> ModelConfig:
     """Returns the config of one of `size` ranks, which is that of every other too. Refuses a model that they cannot share.
 
-    `context`: how many neighbours have the same heads of k and v, and share the tokens of a context
+    `context`: how many neighbours have the same heads of k and v, and share the tokens of a context; `expert_ranks`: as many as `size`
+    if each has whole experts, else 1
     """
     family = family_of(config)
     if size == 1:
         return config
+    config = dealt_config(config, expert_ranks)
     if family.shared is None:
-        raise ConfigError(f"models of the family {family.name} cannot be split: set tensor_parallel_size to 1, not {size}")
+        why = family.unshared
+        raise ConfigError(f"models of the family {family.name} cannot be split ({why}): set tensor_parallel_size to 1, not {size}")
     shared = family.shared(config)
     check_split(shared.values(), config.vocab_size, size, context)
     own: dict[str, Any] = {field: one.of_rank(size, context) for field, one in shared.items()}
@@ -77,9 +110,16 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     return cut
 
 
-def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1) -> dict[str, Part]:
-    """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is."""
-    return parts_of_rank(describe(config), describe(rank_config(config, size, context)), size, rank)
+def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1, expert_ranks: int = 1) -> dict[str, Part]:
+    """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is.
+
+    Where it has whole experts, they are numbered from 0.
+    """
+    whole, own = describe(dealt_config(config, expert_ranks)), describe(rank_config(config, size, context, expert_ranks))
+    rules = family_of(config).rules
+    sizes = {rules.weight(vector.module): (vector.size, mine.size) for vector, mine in zip(whole.vectors, own.vectors, strict=True)}
+    vectors = {name: part_of_vector(*of_both, size, rank) for name, of_both in sizes.items() if of_both[0] != of_both[1]}
+    return parts_of_rank(whole, own, size, rank) | vectors
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:

@@ -3,10 +3,11 @@
 
 extern "C" void octavo_struct_sizes(int64_t *sizes) {
     sizes[0] = sizeof(Matrix);
-    sizes[1] = sizeof(Layer);
-    sizes[2] = sizeof(Group);
-    sizes[3] = sizeof(Model);
-    sizes[4] = sizeof(Step);
-    sizes[5] = sizeof(Draws);
-    sizes[6] = sizeof(Ranking);
+    sizes[1] = sizeof(Mixture);
+    sizes[2] = sizeof(Layer);
+    sizes[3] = sizeof(Group);
+    sizes[4] = sizeof(Model);
+    sizes[5] = sizeof(Step);
+    sizes[6] = sizeof(Draws);
+    sizes[7] = sizeof(Ranking);
 }

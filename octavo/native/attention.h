@@ -4,7 +4,7 @@
 // Heads are padded with zeros to whole groups of 16 dimensions.
 //
 //     scores    each key times each query; the sums of 16 keys are folded into 16 lanes
-//     weights   online softmax: exp(score - largest so far)
+//     weights   online softmax: exp(score - largest so far), of scores that were capped where the layer caps them
 //     sums      weight times value, 16 dimensions at a time
 #pragma once
 #include "products.h"
@@ -32,15 +32,16 @@ struct Online {  // softmax over keys that come a few at a time: the largest sco
     float largest, total;
 };
 
-// First position a query at `position` may see.
-inline int64_t first_seen(const Layer &layer, int64_t position) { return layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0; }
+inline const int32_t *table_of(const Layer &layer, const Step &step, int64_t row) {
+    return step.tables + layer.cache_group * step.table_stride + row * step.table_width;
+}
 
 // A task's result: the weighted values divided by their total; or, for a part of the context, undivided with both numbers behind.
-inline void finish(const Model &model, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, const Target &out,
+inline void finish(const Layer &layer, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, const Target &out,
                    float *partials) {
-    int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
+    int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
     if (task.partial < 0) {
-        float inverse = 1.0f / state.total;
+        float inverse = 1.0f / with_sink(layer, task.kv_head * group + head, state.largest, state.total);
         for (int64_t i = 0; i < dim; i++) sums[i] *= inverse;
         return put(sums, out, task.token + query, (task.kv_head * group + head) * dim, dim);
     }
@@ -53,8 +54,8 @@ inline void finish(const Model &model, const Task &task, const Online &state, fl
 inline int64_t cache_item(const Model &model) { return model.cache_kind == OCTAVO_F32 ? 4 : model.cache_kind == OCTAVO_Q8 ? 1 : 2; }
 
 // A head out of the cache, as floats, with zeros up to `width`.
-inline void load_head(const Model &model, const void *from, float scale, int64_t width, float *to) {
-    const int64_t dim = model.head_dim, whole = dim / LANE_COUNT * LANE_COUNT;
+inline void load_head(const Model &model, int64_t dim, const void *from, float scale, int64_t width, float *to) {
+    const int64_t whole = dim / LANE_COUNT * LANE_COUNT;
     auto each = [&](auto *values, auto load16, auto one) {
         for (int64_t d = 0; d < whole; d += LANE_COUNT) store(load16(values + d), to + d);
         for (int64_t d = whole; d < width; d++) to[d] = d < dim ? one(values[d]) : 0.0f;
@@ -73,13 +74,13 @@ struct FloatTile {  // 64 keys of one kv head
 // Keys [begin, begin + count) of a row, found through its block table. memory: [2][KEYS][width]
 inline void load_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, int64_t width,
                       float *memory, FloatTile &tile) {
-    const int64_t bytes = model.head_dim * cache_item(model);
-    const bool in_place = model.cache_kind == OCTAVO_F32 && width == model.head_dim, scaled = model.cache_kind == OCTAVO_Q8;
+    const int64_t bytes = layer.head_dim * cache_item(model);
+    const bool in_place = model.cache_kind == OCTAVO_F32 && width == layer.head_dim, scaled = model.cache_kind == OCTAVO_Q8;
     int64_t head[KEYS];  // which of the cache
-    Slots slots(table, model.block_size, begin);
+    Slots slots(table, layer.block_size, begin);
     tile.count = std::min<int64_t>(KEYS, count);
     for (int64_t i = 0; i < tile.count; i++) {
-        head[i] = slots.next() * model.kv_heads + kv_head;
+        head[i] = slots.next() * layer.kv_heads + kv_head;
         tile.keys[i] = in_place ? (const float *)layer.k_cache + head[i] * width : memory + i * width;
         tile.values[i] = in_place ? (const float *)layer.v_cache + head[i] * width : memory + (KEYS + i) * width;
     }
@@ -90,14 +91,14 @@ inline void load_tile(const Model &model, const Layer &layer, const int32_t *tab
             __builtin_prefetch(place(layer.k_cache, i + AHEAD) + at);
             __builtin_prefetch(place(layer.v_cache, i + AHEAD) + at);
         }
-        load_head(model, place(layer.k_cache, i), scaled ? layer.k_scale[head[i]] : 1.0f, width, memory + i * width);
-        load_head(model, place(layer.v_cache, i), scaled ? layer.v_scale[head[i]] : 1.0f, width, memory + (KEYS + i) * width);
+        load_head(model, layer.head_dim, place(layer.k_cache, i), scaled ? layer.k_scale[head[i]] : 1.0f, width, memory + i * width);
+        load_head(model, layer.head_dim, place(layer.v_cache, i), scaled ? layer.v_scale[head[i]] : 1.0f, width, memory + (KEYS + i) * width);
     }
 }
 
 // Scores of one query against a tile become weights; largest so far and total are brought up to date. Only keys [low, high) are
-// seen, the others get no weight. Returns by how much what was summed before shrinks.
-inline float weigh(Online &state, float *scores, int64_t low, int64_t high, float scale) {
+// seen, the others get no weight. Returns by how much what was summed before shrinks. cap: of the scaled scores, or 0
+inline float weigh(Online &state, float *scores, int64_t low, int64_t high, float scale, float cap) {
     if (low >= high) {
         std::fill(scores, scores + KEYS, 0.0f);
         return 1.0f;
@@ -106,6 +107,10 @@ inline float weigh(Online &state, float *scores, int64_t low, int64_t high, floa
         std::fill(scores, scores + low, value);
         std::fill(scores + high, scores + KEYS, value);
     };
+    if (cap > 0) {
+        for (int j = 0; j < KEYS; j += LANE_COUNT) store(capped(load(scores + j) * scale, cap), scores + j);
+        scale = 1;
+    }
     fill_unseen(-INFINITY);
     Lanes most = broadcast(state.largest);
     for (int j = 0; j < KEYS; j += LANE_COUNT) {
@@ -160,14 +165,14 @@ inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t
 
 // R queries against a tile, of which query r sees keys [low[r], high[r]). q, sums: [R][width]
 template <int R>
-void attend_tile(const FloatTile &tile, const float *q, int64_t width, const int64_t *low, const int64_t *high, float scale, Online *states,
-                 float *sums) {
+void attend_tile(const FloatTile &tile, const float *q, int64_t width, const int64_t *low, const int64_t *high, float scale, float cap,
+                 Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
     float shrink[R];
     int64_t first = KEYS, last = 0;  // keys that any of them sees
     for (int r = 0; r < R; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
     for (int j = 0; j < last; j += LANE_COUNT) score_keys<R>(tile, j, q, width, scores);
-    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale);
+    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale, cap);
     const int D = PARTS == 1 ? 2 : 1;  // enough sums at once that none has to wait for the one before
     int64_t d = 0;
     for (; d + D * LANE_COUNT <= width; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, width, scores, shrink, sums);
@@ -183,9 +188,9 @@ template <int R, class... Arguments> inline void attend_rows(int64_t rows, const
 // Queries of one row against its context, through the block table. scratch: a tile; queries, sums and states of the task.
 void attend_floats(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
-    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads;
     const int64_t width = (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT, count = task.queries * group;
-    const int32_t *table = step.tables + task.row * step.table_width;
+    const int32_t *table = table_of(layer, step, task.row);
     float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width;
     Online *states = (Online *)(sums + count * width);
     std::fill(sums, sums + count * width, 0.0f);
@@ -206,11 +211,11 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
                 low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
                 high[r] = std::min(tile.count, position + 1 - begin);
             }
-            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const int64_t *)low, (const int64_t *)high, model.attention_scale,
-                                         states + i, sums + i * width);
+            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const int64_t *)low, (const int64_t *)high, layer.attention_scale,
+                                         layer.soft_cap, states + i, sums + i * width);
         }
     }
-    for (int64_t i = 0; i < count; i++) finish(model, task, states[i], sums + i * width, i / group, i % group, out, partials);
+    for (int64_t i = 0; i < count; i++) finish(layer, task, states[i], sums + i * width, i / group, i % group, out, partials);
 }
 
 }  // namespace

@@ -21,8 +21,8 @@ struct Tile {                     // 64 keys of one kv head
     int64_t count;
 };
 
-inline bool fits_512(const Model &model) {
-    return (model.cache_kind == OCTAVO_BF16 || model.cache_kind == OCTAVO_Q8) && model.head_dim % 32 == 0 && model.head_dim <= MOST_DIM;
+inline bool fits_512(const Model &model, const Layer &layer) {
+    return (model.cache_kind == OCTAVO_BF16 || model.cache_kind == OCTAVO_Q8) && layer.head_dim % 32 == 0 && layer.head_dim <= MOST_DIM;
 }
 
 inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
@@ -35,12 +35,12 @@ inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
 
 // Where keys [begin, begin + count) of a row lie, found through its block table.
 inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, Tile &tile) {
-    const int64_t bytes = model.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
+    const int64_t bytes = layer.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
     tile.count = std::min<int64_t>(KEYS, count);
     tile.scaled = model.cache_kind == OCTAVO_Q8;
-    Slots slots(table, model.block_size, begin);
+    Slots slots(table, layer.block_size, begin);
     for (int64_t i = 0; i < tile.count; i++) {
-        int64_t head = slots.next() * model.kv_heads + kv_head;
+        int64_t head = slots.next() * layer.kv_heads + kv_head;
         tile.keys[i] = (const uint16_t *)((const char *)layer.k_cache + head * bytes);
         tile.values[i] = (const uint16_t *)((const char *)layer.v_cache + head * bytes);
         if (!tile.scaled) continue;
@@ -73,13 +73,14 @@ inline void prefetch_key(const Tile &tile, int64_t i, int64_t bytes) {
 }
 
 // Scores of one query against a tile become weights; largest so far and total are brought up to date.
-// Returns by how much what was summed before shrinks.
-inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale) {
+// Returns by how much what was summed before shrinks. cap: of the scaled scores, or 0
+inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale, float cap) {
     __m512 largest = _mm512_set1_ps(state.largest);
     const uint64_t seen = (high >= KEYS ? ~0ull : (1ull << std::max<int64_t>(0, high)) - 1) & (low >= KEYS ? 0 : ~0ull << low);
     for (int j = 0; j < 4; j++) {
         __m512 score = _mm512_mul_ps(scores[j], _mm512_set1_ps(scale));
         if (tile.scaled) score = _mm512_mul_ps(score, _mm512_loadu_ps(tile.key_scale + 16 * j));
+        if (cap > 0) score = (__m512)capped(Lanes{{(Vector)score}}, cap).part[0];
         scores[j] = _mm512_mask_blend_ps(__mmask16(seen >> 16 * j), _mm512_set1_ps(-INFINITY), score);
         largest = _mm512_max_ps(largest, scores[j]);
     }
@@ -117,7 +118,7 @@ struct Pairing {
 
 // R queries against a tile. q: [R][dim] bfloat16; sums: [R][dim]
 template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const uint16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
-                                  float scale, Online *states, float *sums) {
+                                  float scale, float cap, Online *states, float *sums) {
     const int64_t next_bytes = tile.scaled ? dim : 2 * dim;
     alignas(64) float scores[R][KEYS];
     for (int j = 0; j < KEYS; j += 16) {
@@ -144,7 +145,7 @@ template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const
     for (int r = 0; r < R; r++) {
         __m512 mine[4];
         for (int j = 0; j < 4; j++) mine[j] = _mm512_load_ps(scores[r] + 16 * j);
-        shrink[r] = weigh512(states[r], mine, low[r], high[r], tile, scale);
+        shrink[r] = weigh512(states[r], mine, low[r], high[r], tile, scale, cap);
         for (int j = 0; j < 2; j++) _mm512_store_si512(weights[r] + 32 * j, (__m512i)_mm512_cvtne2ps_pbh(mine[2 * j + 1], mine[2 * j]));
     }
     const Pairing pairing;
@@ -180,8 +181,8 @@ struct Queries {
     int64_t count;
 };
 
-inline Queries load_queries(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Task &task, char *&scratch) {
-    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
+inline Queries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, char *&scratch) {
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads;
     Queries queries{};
     queries.count = task.queries * group;
     queries.earliest = INT64_MAX;
@@ -217,13 +218,13 @@ inline Queries load_queries(const Model &model, const Layer &layer, const Step &
 
 void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
                    const Task &task, void *scratch) {
-    if (!fits_512(model)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
-    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
+    if (!fits_512(model, layer)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
     char *place = (char *)scratch;
     uint16_t *widened = (uint16_t *)place;
     place += 2 * KEYS * dim * 2;
-    Queries queries = load_queries(model, layer, step, qkv, task, place);
-    const int32_t *table = step.tables + task.row * step.table_width;
+    Queries queries = load_queries(layer, step, qkv, task, place);
+    const int32_t *table = table_of(layer, step, task.row);
     int64_t begin = std::max(task.begin, queries.earliest);
     Tile tile, next;
     find_tile(model, layer, table, task.kv_head, begin, task.end - begin, next);
@@ -240,16 +241,17 @@ void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step,
             uint16_t *q = queries.values + i * dim;
             float *sums = queries.sums + i * dim;
             Online *states = queries.states + i;
+            const float scale = layer.attention_scale, cap = layer.soft_cap;
             switch (rows) {
-                case 1: attend_tile<1>(tile, next, q, dim, low, high, model.attention_scale, states, sums); break;
-                case 2: attend_tile<2>(tile, next, q, dim, low, high, model.attention_scale, states, sums); break;
-                case 3: attend_tile<3>(tile, next, q, dim, low, high, model.attention_scale, states, sums); break;
-                default: attend_tile<4>(tile, next, q, dim, low, high, model.attention_scale, states, sums);
+                case 1: attend_tile<1>(tile, next, q, dim, low, high, scale, cap, states, sums); break;
+                case 2: attend_tile<2>(tile, next, q, dim, low, high, scale, cap, states, sums); break;
+                case 3: attend_tile<3>(tile, next, q, dim, low, high, scale, cap, states, sums); break;
+                default: attend_tile<4>(tile, next, q, dim, low, high, scale, cap, states, sums);
             }
         }
     }
     for (int64_t i = 0; i < queries.count; i++)
-        finish(model, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+        finish(layer, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
 }
 
 }  // namespace

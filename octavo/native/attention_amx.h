@@ -4,7 +4,8 @@
 //     weights [64 keys x 16]   by online softmax, lane by lane, in bfloat16
 //     sums [dim x 16]       += values^T [dim x 64] * weights    A tiles: values turned round; B tiles: pairs of keys side by side
 //
-// Keys and values of a tile are brought into these shapes once for all sets of the task.
+// Keys and values of a tile are brought into these shapes once for all sets of the task. Scores are not capped here: layers that cap
+// them have kernels without tiles.
 #pragma once
 #include "attention512.h"
 
@@ -200,20 +201,20 @@ inline void finish_set(const Set &set, int64_t dim, Online *states, float *rows)
 
 void attend_amx(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                 void *scratch) {
-    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
-    if (!fits_512(model) || task.queries * group < AT_LEAST_QUERIES)
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
+    if (!fits_512(model, layer) || layer.soft_cap > 0 || task.queries * group < AT_LEAST_QUERIES)
         return attend_avx512bf16(model, layer, step, qkv, out, partials, task, scratch);
     alignas(64) float scores[2][KEYS * LANES];
     alignas(64) uint16_t weights[KEYS * LANES];
     uint16_t *widened = (uint16_t *)scratch, *keys = widened + 2 * KEYS * dim, *values = keys + KEYS * dim;
     float *rows = (float *)(values + KEYS * dim);  // [16][dim]
     char *place = (char *)(rows + LANES * dim);
-    Queries queries = load_queries(model, layer, step, qkv, task, place);
+    Queries queries = load_queries(layer, step, qkv, task, place);
     const int64_t count = (queries.count + LANES - 1) / LANES;
     Set *sets = (Set *)place;
     uint16_t *turned = (uint16_t *)(sets + count);
     for (int64_t i = 0; i < count; i++) sets[i] = make_set(queries, i * LANES, dim, task.end, turned + i * LANES * dim);
-    const int32_t *table = step.tables + task.row * step.table_width;
+    const int32_t *table = table_of(layer, step, task.row);
     for (int64_t begin = std::max(task.begin, queries.earliest); begin < task.end; begin += KEYS) {
         Tile tile;
         find_tile(model, layer, table, task.kv_head, begin, task.end - begin, tile);
@@ -230,13 +231,13 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
         for (int64_t next; now < count; now = next, turn ^= 1) {
             next = next_seeing(now + 1);
             if (next < count) score_tiles(keys, sets[next].queries, dim, scores[turn ^ 1]);
-            weigh_set(sets[now], tile, begin, model.attention_scale, dim, scores[turn], weights);
+            weigh_set(sets[now], tile, begin, layer.attention_scale, dim, scores[turn], weights);
             sum_tiles(values, weights, dim, sets[now].sums);
         }
     }
     for (int64_t i = 0; i < queries.count; i++) {
         if (i % LANES == 0) finish_set(sets[i / LANES], dim, queries.states + i, rows);
-        finish(model, task, queries.states[i], rows + i % LANES * dim, i / group, i % group, out, partials);
+        finish(layer, task, queries.states[i], rows + i % LANES * dim, i / group, i % group, out, partials);
     }
 }
 

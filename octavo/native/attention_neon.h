@@ -16,7 +16,7 @@ namespace {
 const float ROOM = 64;           // for 32 products of the largest numbers there are, and what rounding adds
 const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
 
-inline bool fits_halves(const Model &model) { return model.cache_kind == OCTAVO_F16 && model.head_dim % LANE_COUNT == 0; }
+inline bool fits_halves(const Model &model, const Layer &layer) { return model.cache_kind == OCTAVO_F16 && layer.head_dim % LANE_COUNT == 0; }
 
 struct HalfTile {                // 64 keys of one kv head
     const float16_t *keys[KEYS], *values[KEYS];
@@ -24,12 +24,12 @@ struct HalfTile {                // 64 keys of one kv head
 };
 
 // Where keys [begin, begin + count) of a row lie, found through its block table; zeros stand for those that are missing.
-inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count,
+inline void find_tile(const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count,
                       const float16_t *zeros, HalfTile &tile) {
     tile.count = std::clamp<int64_t>(count, 0, KEYS);
-    Slots slots(table, model.block_size, begin);
+    Slots slots(table, layer.block_size, begin);
     for (int64_t i = 0; i < tile.count; i++) {
-        const int64_t place = (slots.next() * model.kv_heads + kv_head) * model.head_dim;
+        const int64_t place = (slots.next() * layer.kv_heads + kv_head) * layer.head_dim;
         tile.keys[i] = (const float16_t *)layer.k_cache + place;
         tile.values[i] = (const float16_t *)layer.v_cache + place;
     }
@@ -148,7 +148,7 @@ INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_
 // R queries against a tile, of which query r sees keys [low[r], high[r]). q: [R][dim], scale: of each; sums: [R][dim]
 template <int R>
 void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
-                 const float *scale, Online *states, float *sums) {
+                 const float *scale, float cap, Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
     float16_t halves[R][KEYS];
     float shrink[R];
@@ -159,7 +159,7 @@ void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q,
         prefetch_keys(next, j, dim);
         score_keys<R>(tile, j, q, dim, scores);
     }
-    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale[r]);
+    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale[r], cap);
     const int D = R < 4 ? 2 : 1;  // enough sums at once that none has to wait for the one before
     int64_t d = 0;
     for (float room : {1.0f, ROOM}) {
@@ -180,8 +180,8 @@ struct HalfQueries {             // of a task, query by query and head by head
     int64_t earliest, count;     // earliest: the first position any of them may see
 };
 
-inline HalfQueries load_queries(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
-    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads, count = task.queries * group;
+inline HalfQueries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads, count = task.queries * group;
     HalfQueries queries{nullptr, memory, memory + count * dim, nullptr, INT64_MAX, count};
     queries.states = (Online *)(queries.scale + count);
     queries.values = (float16_t *)(queries.states + count);
@@ -190,7 +190,7 @@ inline HalfQueries load_queries(const Model &model, const Layer &layer, const St
         const float *q = qkv + ((task.token + i / group) * heads + task.kv_head * group + i % group) * dim;
         const float scale = power_above(largest_of(q, dim)) * ROOM;
         for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
-        queries.scale[i] = scale * model.attention_scale;
+        queries.scale[i] = scale * layer.attention_scale;
         queries.states[i] = {-INFINITY, 0.0f};
         queries.earliest = std::min(queries.earliest, first_seen(layer, step.positions[task.token + i / group]));
     }
@@ -200,19 +200,19 @@ inline HalfQueries load_queries(const Model &model, const Layer &layer, const St
 // Queries of one row against its context, through the block table.
 void attend_halves(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
-    if (!fits_halves(model)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
-    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
-    const int32_t *table = step.tables + task.row * step.table_width;
+    if (!fits_halves(model, layer)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
+    const int32_t *table = table_of(layer, step, task.row);
     float *memory = (float *)scratch;
     std::fill(memory, memory + dim, 0.0f);  // a key that is missing
-    const HalfQueries queries = load_queries(model, layer, step, qkv, task, memory + dim);
+    const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim);
     HalfTile tile, next, none;
     none.count = 0;
     int64_t begin = std::max(task.begin, queries.earliest);
-    find_tile(model, layer, table, task.kv_head, begin, task.end - begin, (const float16_t *)memory, next);
+    find_tile(layer, table, task.kv_head, begin, task.end - begin, (const float16_t *)memory, next);
     for (; begin < task.end; begin += KEYS) {
         tile = next;
-        find_tile(model, layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);
+        find_tile(layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);
         for (int64_t i = 0; i < queries.count; i += QUERIES_AT_ONCE) {
             int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, queries.count - i);
             for (int64_t r = 0; r < rows; r++) {
@@ -221,10 +221,10 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
                 high[r] = std::min(tile.count, position + 1 - begin);
             }
             attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, (const float16_t *)queries.values + i * dim, dim, (const int64_t *)low,
-                                         (const int64_t *)high, (const float *)queries.scale + i, queries.states + i, queries.sums + i * dim);
+                                         (const int64_t *)high, (const float *)queries.scale + i, layer.soft_cap, queries.states + i, queries.sums + i * dim);
         }
     }
-    for (int64_t i = 0; i < queries.count; i++) finish(model, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+    for (int64_t i = 0; i < queries.count; i++) finish(layer, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ inline __m512i quad(const int8_t *x) {
     return _mm512_set1_epi32(four);
 }
 
-template <bool FOUR> struct VnniMath {
+template <Digits D> struct VnniMath {
+    static const bool FOUR = D != Digits::BYTES;
     static const int MOST = 8;
     const Matrix &matrix;
     const Rows &rows;
@@ -22,6 +23,8 @@ template <bool FOUR> struct VnniMath {
         const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
         const int8_t *x = rows.codes + row * rows.stride;
         const __m512i nibble = _mm512_set1_epi8(15);
+        __m512i table = _mm512_setzero_si512();
+        if (D == Digits::LOOKED_UP) table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)matrix.table));
         for (int64_t k = 0; k < rows.stride;) {
             const int64_t start = k;
             __m512i total[R];
@@ -30,6 +33,7 @@ template <bool FOUR> struct VnniMath {
                 __m512i codes = _mm512_loadu_si512(w);
                 if (FOUR) {
                     __m512i low = _mm512_and_si512(codes, nibble), high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble);
+                    if (D == Digits::LOOKED_UP) low = _mm512_shuffle_epi8(table, low), high = _mm512_shuffle_epi8(table, high);
                     for (int r = 0; r < R; r++) {
                         total[r] = _mm512_dpbusd_epi32(total[r], low, quad(x + r * rows.stride + k));
                         total[r] = _mm512_dpbusd_epi32(total[r], high, quad(x + r * rows.stride + k + 4));

@@ -77,11 +77,12 @@ template <int R> void block_bf16(const uint16_t *w, const Rows &rows, int64_t ro
 //
 // A code is shifted into the first digits behind the point of a float 1.0, which makes it 1 + code / 16 (or / 256), and scale
 // and offset make that what it stands for.
-template <bool FOUR> struct Unpacker {
+template <Digits D> struct Unpacker {
+    static const bool FOUR = D != Digits::BYTES, SMALL = D == Digits::NIBBLES;
     const Matrix &matrix;
     const int64_t stride, groups = stride / matrix.group, span = std::min<int64_t>(32, matrix.group);
-    const __m512 factor = _mm512_set1_ps(matrix.factor), steps = _mm512_set1_ps(matrix.factor * (FOUR ? 16 : 256));
-    const __m512i one = _mm512_set1_epi32(0x3f800000), digits = _mm512_set1_epi32(FOUR ? 0x00780000 : 0x007f8000);
+    const __m512 factor = _mm512_set1_ps(matrix.factor), steps = _mm512_set1_ps(matrix.factor * (SMALL ? 16 : 256));
+    const __m512i one = _mm512_set1_epi32(0x3f800000), digits = _mm512_set1_epi32(SMALL ? 0x00780000 : 0x007f8000);
     const __m512i interleave = interleave512();
 
     void operator()(int64_t panel, int64_t k, uint16_t *to) const {
@@ -98,22 +99,29 @@ template <bool FOUR> struct Unpacker {
                 _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, both));
                 to += 32;
             };
+            auto put_bytes = [&](__m512i codes) {
+                put(_mm512_slli_epi32(codes, 15), _mm512_slli_epi32(codes, 7));
+                put(_mm512_srli_epi32(codes, 1), _mm512_srli_epi32(codes, 9));
+            };
             for (int64_t i = 0; i < span; i += FOUR ? 8 : 4, w += 64) {
                 __m512i codes = _mm512_loadu_si512(w);
-                if (FOUR) {
+                if constexpr (D == Digits::LOOKED_UP) {
+                    const Words words{{(Integers)codes}};
+                    put_bytes((__m512i)looked_up(low_digits(words), matrix.table).part[0]);
+                    codes = (__m512i)looked_up(high_digits(words), matrix.table).part[0];
+                } else if (SMALL) {
                     put(_mm512_slli_epi32(codes, 19), _mm512_slli_epi32(codes, 11));
                     put(_mm512_slli_epi32(codes, 3), _mm512_srli_epi32(codes, 5));
                 }
-                put(_mm512_slli_epi32(codes, 15), _mm512_slli_epi32(codes, 7));
-                put(_mm512_srli_epi32(codes, 1), _mm512_srli_epi32(codes, 9));
+                put_bytes(codes);
             }
         }
     }
 };
 
 // A whole panel. to: [stride / 2][16][2]
-template <bool FOUR> void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
-    const Unpacker<FOUR> unpack{matrix, stride};
+template <Digits D> void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
+    const Unpacker<D> unpack{matrix, stride};
     for (int64_t k = 0; k < stride; k += 32) unpack(panel, k, to + k * P);
 }
 
@@ -125,8 +133,7 @@ struct BF16Math {
     // Where it lies, or unpacked.
     const uint16_t *panel(int64_t index, void *memory) const {
         if (matrix.kind == OCTAVO_BF16) return (const uint16_t *)matrix.data + index * rows.stride * P;
-        if (matrix.kind == OCTAVO_Q4) unpack_panel<true>(matrix, rows.stride, index, (uint16_t *)memory);
-        else unpack_panel<false>(matrix, rows.stride, index, (uint16_t *)memory);
+        by_digits(matrix, [&](auto digits) { unpack_panel<digits>(matrix, rows.stride, index, (uint16_t *)memory); });
         return (const uint16_t *)memory;
     }
     template <int R> void block(int64_t row, const uint16_t *weights, Lanes *sums) const { block_bf16<R>(weights, rows, row, sums); }

@@ -109,11 +109,13 @@ int octavo_threads(void) { return pool().threads(); }
 
 int octavo_step(const Model *model, const Step *step) { return run_step(*model, *step); }
 void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
-    multiply_all(*matrix, x, y, rows, tokens, false);
+    multiply_all(*matrix, x, y, rows, tokens);
 }
-void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
-    multiply_all(*matrix, x, y, rows, tokens, true);
+void octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens) {
+    gate_up_all(*matrix, activation, x, y, rows, tokens);
 }
+void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens) { mix_all(*mixture, activation, x, y, tokens); }
+void octavo_cap_logits(const Model *model, float *logits, int64_t count) { cap_all(*model, logits, count); }
 
 void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size) {
     together([&](int thread) {

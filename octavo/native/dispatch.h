@@ -13,7 +13,10 @@ void make_scratch(int threads);
 void unpack_row(const Matrix &matrix, int64_t row, float *to);
 
 int run_step(const Model &model, const Step &step);
-void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t rows, int64_t tokens, bool gated);
+void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t rows, int64_t tokens);
+void gate_up_all(const Matrix &matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);
+void mix_all(const Mixture &mixture, int activation, const float *x, float *y, int64_t tokens);
+void cap_all(const Model &model, float *logits, int64_t count);
 void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out);
 
 }  // namespace octavo

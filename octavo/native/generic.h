@@ -20,10 +20,14 @@ inline float dot(const float *a, const float *b, int64_t size) {
     return total;
 }
 
-// stream += x; y = stream / rms(stream) * weight. Without x, the stream is as it is.
+// stream += x; y = stream / rms(stream) * weight. Without x, the stream is as it is; without a weight, y is the stream.
 void add_rms_norm_generic(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size) {
     if (x)
         for (int64_t i = 0; i < size; i++) stream[i] += x[i];
+    if (!weight) {
+        memcpy(y, stream, size_t(size) * sizeof(float));
+        return;
+    }
     float factor = 1.0f / std::sqrt(dot(stream, stream, size) / float(size) + eps);
     for (int64_t i = 0; i < size; i++) y[i] = stream[i] * factor * weight[i];
 }
@@ -36,8 +40,15 @@ void rotate(float *head, const float *cos, const float *sin, int64_t half) {
     }
 }
 
-void store_head(const Model &model, const float *head, void *cache, float *scales, int64_t slot, int64_t kv_head) {
-    int64_t dim = model.head_dim, place = (slot * model.kv_heads + kv_head) * dim;
+void cap_values(float *values, float scale, float cap, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANE_COUNT) {
+        const Lanes scaled = load_some(values + i, count - i) * scale;
+        store_some(cap > 0 ? capped(scaled, cap) : scaled, values + i, count - i);
+    }
+}
+
+void store_head(const Model &model, const Layer &layer, const float *head, void *cache, float *scales, int64_t slot, int64_t kv_head) {
+    int64_t dim = layer.head_dim, place = (slot * layer.kv_heads + kv_head) * dim;
     if (model.cache_kind == OCTAVO_F32) {
         memcpy((float *)cache + place, head, dim * sizeof(float));
     } else if (model.cache_kind == OCTAVO_BF16) {
@@ -52,24 +63,27 @@ void store_head(const Model &model, const float *head, void *cache, float *scale
         float largest = largest_of(head, dim);
         float inverse = largest > 0 ? 127 / largest : 0.0f;
         for (int64_t i = 0; i < dim; i++) ((int8_t *)cache)[place + i] = int8_t(nearbyintf(head[i] * inverse));
-        scales[slot * model.kv_heads + kv_head] = largest / 127;
+        scales[slot * layer.kv_heads + kv_head] = largest / 127;
     }
 }
 
 // Norms and rotates the q and k heads of a token, in place, and stores its k and v in the cache.
 void write_generic(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token) {
-    int64_t dim = model.head_dim, half = dim / 2, slot = step.slots[token];
-    float *heads = qkv + token * (model.heads + 2 * model.kv_heads) * dim;
-    const float *cos = model.cos + step.positions[token] * half, *sin = model.sin + step.positions[token] * half;
-    for (int64_t h = 0; h < model.heads + model.kv_heads; h++) {
-        float *head = heads + h * dim;
-        const float *norm = h < model.heads ? layer.q_norm : layer.k_norm;
-        if (norm) add_rms_norm_generic(head, nullptr, norm, model.eps, head, dim);
-        rotate(head, cos, sin, half);
+    const int64_t dim = layer.head_dim, half = layer.rotary_dim / 2, slot = step.slots[layer.cache_group * step.slot_stride + token];
+    float *heads = qkv + token * (layer.heads + 2 * layer.kv_heads) * dim, *keys = heads + layer.heads * dim, *values = keys + layer.kv_heads * dim;
+    if (layer.whole_norm) {
+        add_rms_norm_generic(heads, nullptr, layer.q_norm, model.eps, heads, layer.heads * dim);
+        add_rms_norm_generic(keys, nullptr, layer.k_norm, model.eps, keys, layer.kv_heads * dim);
     }
-    for (int64_t h = 0; h < model.kv_heads; h++) {
-        store_head(model, heads + (model.heads + h) * dim, layer.k_cache, layer.k_scale, slot, h);
-        store_head(model, heads + (model.heads + model.kv_heads + h) * dim, layer.v_cache, layer.v_scale, slot, h);
+    for (int64_t h = 0; h < layer.heads + layer.kv_heads; h++) {
+        float *head = heads + h * dim;
+        const float *norm = h < layer.heads ? layer.q_norm : layer.k_norm;
+        if (norm && !layer.whole_norm) add_rms_norm_generic(head, nullptr, norm, model.eps, head, dim);
+        if (half) rotate(head, layer.cos + step.positions[token] * half, layer.sin + step.positions[token] * half, half);
+    }
+    for (int64_t h = 0; h < layer.kv_heads; h++) {
+        store_head(model, layer, keys + h * dim, layer.k_cache, layer.k_scale, slot, h);
+        store_head(model, layer, values + h * dim, layer.v_cache, layer.v_scale, slot, h);
     }
 }
 
@@ -88,6 +102,7 @@ int64_t argmax(const float *values, int64_t count) {
 void fill_generic(Kernels &kernels) {
     fill_products<GenericChoice>(kernels);
     kernels.add_rms_norm = add_rms_norm_generic;
+    kernels.cap = cap_values;
     kernels.write = write_generic;
     kernels.attend = attend_floats;
     kernels.argmax = argmax;

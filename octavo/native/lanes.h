@@ -17,6 +17,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "octavo.h"
 #include "scalar.h"
 
 #define INLINE inline __attribute__((always_inline))  // what a compiler might call costs less than the call
@@ -287,6 +288,41 @@ INLINE Lanes digits_of(const Words &words, int shift, int mask) {
     return r;
 }
 
+// --- tables ------------------------------------------------------------------------------------------------------------
+
+// For each byte of the words, which are at most 15, the byte of the table at its place.
+INLINE Words looked_up(const Words &places, const uint8_t *table) {
+    Words r;
+#if defined(__AVX512BW__)
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+    r.part[0] = (Integers)_mm512_shuffle_epi8(all, (__m512i)places.part[0]);
+#elif defined(__AVX2__)
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    EACH_PART r.part[p] = (Integers)_mm256_shuffle_epi8(all, (__m256i)places.part[p]);
+#elif defined(__aarch64__)
+    const uint8x16_t all = vld1q_u8(table);
+    EACH_PART r.part[p] = (Integers)vqtbl1q_u8(all, (uint8x16_t)places.part[p]);
+#else
+    uint8_t bytes[sizeof r];
+    memcpy(bytes, &places, sizeof r);
+    for (uint8_t &byte : bytes) byte = table[byte];
+    memcpy(&r, bytes, sizeof r);
+#endif
+    return r;
+}
+
+// The low (or high) digits of all bytes, each a byte.
+INLINE Words low_digits(const Words &words) {
+    Words r;
+    EACH_PART r.part[p] = words.part[p] & 0x0f0f0f0f;
+    return r;
+}
+INLINE Words high_digits(const Words &words) {
+    Words r;
+    EACH_PART r.part[p] = (words.part[p] >> 4) & 0x0f0f0f0f;
+    return r;
+}
+
 // --- powers ------------------------------------------------------------------------------------------------------------
 
 const float LOG2_E = 1.44269504088896341f;
@@ -310,8 +346,34 @@ template <bool ROUGH = false> INLINE Lanes power(const Lanes &t) {
     return r;
 }
 
-// x / (1 + exp(-x))
-INLINE Lanes silu(const Lanes &x) { return x / (broadcast(1.0f) + power(at_most(x * -LOG2_E, 126.0f))); }
+// x / (1 + exp(-t)): x times the sigmoid of t
+INLINE Lanes by_sigmoid(const Lanes &x, const Lanes &t) { return x / (broadcast(1.0f) + power(at_most(t * -LOG2_E, 126.0f))); }
+
+INLINE Lanes silu(const Lanes &x) { return by_sigmoid(x, x); }
+
+// x / 2 * (1 + tanh(y)), which is x times the sigmoid of 2 * y, where y = sqrt(2 / pi) * (x + 0.044715 * x^3)
+INLINE Lanes gelu(const Lanes &x) {
+    const float TWICE_ROOT = 1.59576912160573f;
+    return by_sigmoid(x, (x + x * x * x * 0.044715f) * TWICE_ROOT);
+}
+
+// As gpt-oss has it.
+INLINE Lanes clamped_gate(const Lanes &gate, const Lanes &up) {
+    const float LIMIT = 7, STEEPNESS = 1.702f;
+    const Lanes held = at_most(gate, LIMIT);
+    return (at_least(at_most(up, LIMIT), -LIMIT) + broadcast(1.0f)) * by_sigmoid(held, held * STEEPNESS);
+}
+
+INLINE Lanes gated(int activation, const Lanes &gate, const Lanes &up) {
+    if (activation == OCTAVO_SWIGLU) return silu(gate) * up;
+    return activation == OCTAVO_GEGLU ? gelu(gate) * up : clamped_gate(gate, up);
+}
+
+// cap * tanh(x / cap)
+INLINE Lanes capped(const Lanes &x, float cap) {
+    const Lanes grown = power(at_most(x * (2 * LOG2_E / cap), 126.0f));  // exp(2 * x / cap)
+    return (broadcast(1.0f) - broadcast(2.0f) / (grown + broadcast(1.0f))) * cap;
+}
 
 #undef EACH_PART
 

@@ -101,8 +101,7 @@ template <class Take, class Place>
 void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, void *scratch, Take take, Place place) {
     if (begin == end) return;
     if (matrix.kind == OCTAVO_BF16) by_tiles(matrix, rows, begin, end, Stored{}, scratch, take, place);
-    else if (matrix.kind == OCTAVO_Q4) by_tiles(matrix, rows, begin, end, Unpacker<true>{matrix, rows.stride}, scratch, take, place);
-    else by_tiles(matrix, rows, begin, end, Unpacker<false>{matrix, rows.stride}, scratch, take, place);
+    else by_digits(matrix, [&](auto digits) { by_tiles(matrix, rows, begin, end, Unpacker<digits>{matrix, rows.stride}, scratch, take, place); });
 }
 
 void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
@@ -116,15 +115,16 @@ void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t 
     by_tiles(matrix, rows, panel, end, scratch, take, place);
 }
 
-void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
-    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_by<BF16Choice>(matrix, rows, pair, end, y, scratch);
+void gate_up_amx(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
+    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_by<BF16Choice>(matrix, activation, rows, pair, end, y, scratch);
     auto place = [&](int64_t row, int64_t at) {
         int64_t index = row * y.stride + at / 2 * P;
         return y.halves ? (const void *)(y.halves + index) : (const void *)(y.values + index);
     };
     auto take = [&](int64_t row, int64_t at, const float *gate, const float *up) {
-        __m512 gated = silu512(_mm512_add_ps(_mm512_load_ps(gate), bias512(matrix, at)));
-        __m512 value = _mm512_mul_ps(gated, _mm512_add_ps(_mm512_load_ps(up), bias512(matrix, at + 1)));
+        __m512 gates = _mm512_add_ps(_mm512_load_ps(gate), bias512(matrix, at)), ups = _mm512_add_ps(_mm512_load_ps(up), bias512(matrix, at + 1));
+        __m512 value = activation == OCTAVO_SWIGLU ? _mm512_mul_ps(silu512(gates), ups)
+                                                   : (__m512)gated(activation, Lanes{{(Vector)gates}}, Lanes{{(Vector)ups}}).part[0];
         put512(value, y, row, at / 2 * P, matrix.n / 2 - at / 2 * P);
     };
     by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, take, place);

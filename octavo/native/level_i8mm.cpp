@@ -13,15 +13,16 @@ struct MixedDot {
 };
 
 // A panel of codes as pairs of bfloat16: to [stride / 2][16][2]
-template <bool FOUR> void unpack_pairs(const Matrix &matrix, int64_t stride, int64_t panel, bfloat16_t *to) {
+template <Digits D> void unpack_pairs(const Matrix &matrix, int64_t stride, int64_t panel, bfloat16_t *to) {
+    const bool FOUR = D != Digits::BYTES;
     const int64_t groups = stride / matrix.group;
     const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t place = (panel * groups + g) * P;
         const Lanes scale = load_f16(matrix.scale + place) * matrix.factor, offset = load_f16(matrix.offset + place) * matrix.factor;
-        auto put = [&](const Words &words, int shift) {  // the digits from `shift` on, and of the next byte
-            const Lanes first = multiply_add(digits_of(words, shift, FOUR ? 15 : 255), scale, offset);
-            const Lanes second = multiply_add(digits_of(words, shift + 8, FOUR ? 15 : 255), scale, offset);
+        auto put = [&](const Words &words, int shift, int mask) {  // the digits from `shift` on, and of the next byte
+            const Lanes first = multiply_add(digits_of(words, shift, mask), scale, offset);
+            const Lanes second = multiply_add(digits_of(words, shift + 8, mask), scale, offset);
             for (int p = 0; p < 4; p++, to += 8) {
                 const bfloat16x8_t both = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first.part[p]), (float32x4_t)second.part[p]);
                 const uint16x8_t bits = vreinterpretq_u16_bf16(both);
@@ -29,8 +30,9 @@ template <bool FOUR> void unpack_pairs(const Matrix &matrix, int64_t stride, int
             }
         };
         for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
-            const Words words = load_words(w);
-            for (int shift = 0; shift < (FOUR ? 8 : 4); shift += 4) put(words, shift), put(words, shift + 16);
+            each_quad<D>(load_words(w), matrix.table, [&](const Words &words, int shift, int mask) {
+                put(words, shift, mask), put(words, shift + 16, mask);
+            });
         }
     }
 }
@@ -44,8 +46,7 @@ struct PairsMath {
     // Where it lies, or unpacked.
     const bfloat16_t *panel(int64_t index, void *memory) const {
         if (matrix.kind == OCTAVO_BF16) return (const bfloat16_t *)matrix.data + index * rows.stride * P;
-        if (matrix.kind == OCTAVO_Q4) unpack_pairs<true>(matrix, rows.stride, index, (bfloat16_t *)memory);
-        else unpack_pairs<false>(matrix, rows.stride, index, (bfloat16_t *)memory);
+        by_digits(matrix, [&](auto digits) { unpack_pairs<digits>(matrix, rows.stride, index, (bfloat16_t *)memory); });
         return (const bfloat16_t *)memory;
     }
     template <int R> void block(int64_t row, const bfloat16_t *w, Lanes *sums) const {

@@ -22,6 +22,8 @@ enum class Form { FLOAT, HALF, BF16, INT8 };
 const int64_t FEW = 16;      // rows that go through codes of 8 bits; more are worth unpacking weights for
 const int64_t SPAN = 32;     // columns of x that share a scale, at most: more would let one large number blur too many others
 
+enum class Digits { BYTES, NIBBLES, LOOKED_UP };  // codes of 8 bits; of 4; of 4 that a table gives the numbers of
+
 inline bool has_codes(const Matrix &matrix) { return matrix.kind == OCTAVO_Q8 || matrix.kind == OCTAVO_Q4; }
 inline int64_t span_of(const Matrix &matrix) { return has_codes(matrix) && matrix.group < SPAN ? matrix.group : SPAN; }
 
@@ -56,13 +58,24 @@ struct Task {                // attention of one kv head for some queries of one
     int64_t partial;                  // where its unfinished result goes, or -1: it is the whole
 };
 
+// First position a query at `position` may see.
+inline int64_t first_seen(const Layer &layer, int64_t position) {
+    return layer.window && position >= layer.window ? position - layer.window + 1 : 0;
+}
+
+// The total of a head's weights, relative to its largest score, with that of its sink.
+static inline float with_sink(const Layer &layer, int64_t head, float largest, float total) {
+    return layer.sinks ? total + fast_exp(layer.sinks[head] - largest) : total;
+}
+
 struct Kernels {
     void (*start)();                                                                // in each thread, before any of the others; or null
     Form (*form)(const Matrix &matrix, int64_t rows);                               // the form a product of so many rows wants
     void (*prepare)(const Matrix &matrix, const float *x, const Rows &rows, int64_t row);  // x: one row
     void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
-    void (*gate_up)(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch);
+    void (*gate_up)(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch);
     void (*add_rms_norm)(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size);
+    void (*cap)(float *values, float scale, float cap, int64_t count);              // cap * tanh(scale * value / cap); cap 0: scale * value
     void (*write)(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token);
     void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
                    const Task &task, void *scratch);

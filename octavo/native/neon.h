@@ -21,16 +21,17 @@ const int64_t PREFETCH_BYTES = 1024;  // how far ahead weights are asked for
 
 // A quad of codes of each of 4 rows by the quad LANE of x, both signed.
 struct SignedDot {
-    static const bool CENTRED = true;  // codes of 8 bits are signed only when counted from -128 on
+    static const bool CENTRED = true;  // bytes are signed only when counted from -128 on
     template <int LANE> static INLINE int32x4_t add(int32x4_t total, uint8x16_t codes, int8x16_t x) {
         return vdotq_laneq_s32(total, vreinterpretq_s8_u8(codes), x, LANE);
     }
 };
 
-template <bool FOUR, class Dot> struct DotMath {
+template <Digits D, class Dot> struct DotMath {
+    static const bool FOUR = D != Digits::BYTES;
     static const int MOST = 4;
     static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: integers counted up from its bits are floats already, but for a difference
-    static const bool CENTRED = Dot::CENTRED && !FOUR;
+    static const bool CENTRED = Dot::CENTRED && D != Digits::NIBBLES;
     const Matrix &matrix;
     const Rows &rows;
 
@@ -39,6 +40,7 @@ template <bool FOUR, class Dot> struct DotMath {
         CodeSums<R, CENTRED> made(matrix, rows, row, panel);
         const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
         const int8_t *x = rows.codes + row * rows.stride;
+        const uint8x16_t table = numbers();
         for (int64_t k = 0; k < rows.stride;) {
             const int64_t start = k;
             int32x4_t totals[R][4];
@@ -49,7 +51,7 @@ template <bool FOUR, class Dot> struct DotMath {
                 for (int r = 0; r < R; r++) codes[r] = vld1q_s8(x + r * rows.stride);
                 unrolled<FOUR ? 2 : 4>([&](auto part) {
                     __builtin_prefetch(w + PREFETCH_BYTES);
-                    add<part * (FOUR ? 2 : 1)>(w, codes, totals);
+                    add<part * (FOUR ? 2 : 1)>(w, table, codes, totals);
                     w += 64;
                 });
                 k += 16, x += 16;
@@ -64,14 +66,21 @@ template <bool FOUR, class Dot> struct DotMath {
     }
 
 private:
+    // The table as the dot products read it.
+    uint8x16_t numbers() const {
+        if constexpr (D != Digits::LOOKED_UP) return vdupq_n_u8(0);
+        else return CENTRED ? veorq_u8(vld1q_u8(matrix.table), vdupq_n_u8(128)) : vld1q_u8(matrix.table);
+    }
+    static INLINE uint8x16_t number(uint8x16_t digits, uint8x16_t table) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; }
+
     // 64 bytes of weights by the quad LANE of x, and by the one after it where they are two quads.
-    template <int LANE, int R> static INLINE void add(const uint8_t *w, const int8x16_t (&x)[R], int32x4_t (&totals)[R][4]) {
+    template <int LANE, int R> static INLINE void add(const uint8_t *w, uint8x16_t table, const int8x16_t (&x)[R], int32x4_t (&totals)[R][4]) {
         for (int p = 0; p < 4; p++) {
             const uint8x16_t both = vld1q_u8(w + 16 * p);
-            const uint8x16_t first = FOUR ? vandq_u8(both, vdupq_n_u8(15)) : CENTRED ? veorq_u8(both, vdupq_n_u8(128)) : both;
+            const uint8x16_t first = FOUR ? number(vandq_u8(both, vdupq_n_u8(15)), table) : CENTRED ? veorq_u8(both, vdupq_n_u8(128)) : both;
             for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE>(totals[r][p], first, x[r]);
             if constexpr (FOUR) {
-                const uint8x16_t second = vshrq_n_u8(both, 4);
+                const uint8x16_t second = number(vshrq_n_u8(both, 4), table);
                 for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE + 1>(totals[r][p], second, x[r]);
             }
         }
@@ -89,9 +98,11 @@ inline float half_power(const Matrix &matrix) {
 }
 
 // A panel of codes as float16: to [stride][16]
-template <bool FOUR> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
+template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
+    const bool FOUR = D != Digits::BYTES;
     const int64_t groups = stride / matrix.group;
     const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
+    const uint8x16_t table = D == Digits::LOOKED_UP ? vld1q_u8(matrix.table) : vdupq_n_u8(0);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t place = (panel * groups + g) * P;
         float16x8_t scale[2], offset[2];
@@ -106,11 +117,12 @@ template <bool FOUR> void unpack_halves(const Matrix &matrix, int64_t stride, in
             for (int half = 0; half < 2; half++, to += 8)
                 vst1q_f16(to, vfmaq_f16(offset[half], vsubq_f16(shifted[half], vdupq_n_f16(1024)), scale[half]));
         };
+        auto number = [&](uint8x16_t digits) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; };
         for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
             const uint8x16x4_t quads = vld4q_u8(w);
-            for (int i = 0; i < 4; i++) put(FOUR ? vandq_u8(quads.val[i], vdupq_n_u8(15)) : quads.val[i]);
+            for (int i = 0; i < 4; i++) put(FOUR ? number(vandq_u8(quads.val[i], vdupq_n_u8(15))) : quads.val[i]);
             if (FOUR)
-                for (int i = 0; i < 4; i++) put(vshrq_n_u8(quads.val[i], 4));
+                for (int i = 0; i < 4; i++) put(number(vshrq_n_u8(quads.val[i], 4)));
         }
     }
 }
@@ -162,8 +174,7 @@ struct HalfMath {
     // Where it lies, or unpacked.
     const float16_t *panel(int64_t index, void *memory) const {
         if (matrix.kind == OCTAVO_F16) return (const float16_t *)matrix.data + index * rows.stride * P;
-        if (matrix.kind == OCTAVO_Q4) unpack_halves<true>(matrix, rows.stride, index, power, (float16_t *)memory);
-        else unpack_halves<false>(matrix, rows.stride, index, power, (float16_t *)memory);
+        by_digits(matrix, [&](auto digits) { unpack_halves<digits>(matrix, rows.stride, index, power, (float16_t *)memory); });
         return (const float16_t *)memory;
     }
     // Sums of float16 are carried into floats after every span. Those of some spans wait for it: then a row's floats stay in registers.
@@ -190,7 +201,7 @@ struct HalfMath {
 // --- which is taken ----------------------------------------------------------------------------------------------------
 
 template <class Dot> struct HalfChoice {
-    template <bool FOUR> using CodesMath = DotMath<FOUR, Dot>;
+    template <Digits D> using CodesMath = DotMath<D, Dot>;
     using Others = FloatChoice<CodesMath>;
 
     static Form form(const Matrix &matrix, int64_t rows) {

@@ -1,7 +1,7 @@
 // The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/library.py.
 //
 //     Matrix        one product's weights, packed into panels of 16 output rows
-//     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded
+//     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded; Mixture: the MLP of a layer with experts
 //     Step          what one step computes: the batch's arrays and where results go
 //     Draws         rows of logits to draw ids from; Ranking: rows whose best are wanted
 //     Group         the ranks that share a model, processes of one host, and the memory through which they meet
@@ -18,7 +18,7 @@
 //     Q4     [panel][k / 8][16][4]           two quads in one register: the first in the low nibbles, the second in the high
 //
 // Codes are unsigned: w = (scale * code + offset) * factor, with one scale and offset (float16) for each of 16 rows and each
-// group of k: [panel][k / group][16].
+// group of k: [panel][k / group][16]. Where there is a table, table[code] stands for the code.
 #pragma once
 #include <stdint.h>
 
@@ -28,6 +28,9 @@ extern "C" {
 
 enum { OCTAVO_PANEL = 16, OCTAVO_K_PAD = 64 };
 enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3, OCTAVO_F16 = 4 };  // kinds of weights
+// What a gate does to what it gates: silu(gate) * up; gelu(gate) * up, gelu by tanh; (up + 1) * gate * sigmoid(1.702 * gate), of
+// gates up to 7 and of ups from -7 to 7.
+enum { OCTAVO_SWIGLU = 0, OCTAVO_GEGLU = 1, OCTAVO_CLAMPED = 2 };
 
 typedef struct {
     int32_t kind;
@@ -40,18 +43,44 @@ typedef struct {
     float top;               // no |scale * code + offset| is larger; Q8 and Q4 only
     const float *bias;       // [n] or null
     const int32_t *order;    // [k] or null: which input column each column of codes belongs to
+    const uint8_t *table;    // [16] or null: what stands for each code; Q4 only
 } Matrix;
 
+// A router picks some of many experts for each token, and weighs what they give. In `experts_gate_up` and `experts_down` the rows of
+// one expert follow those of the one before, in equally many whole panels. A rank may have some of the experts: the others add nothing.
 typedef struct {
-    const float *attention_norm, *mlp_norm;  // [hidden]
-    const float *q_norm, *k_norm;            // [head_dim] or null
+    int32_t count, chosen;                   // of all experts; for each token
+    int32_t first, held;                     // the first of those that are here, and how many are
+    int32_t over_all;                        // softmax over the scores of all experts; 0: over those of the chosen ones
+    int32_t normed;                          // weights of the chosen ones are made to sum up to 1
+    Matrix router;                           // rows: a score for each expert
+    Matrix experts_gate_up, experts_down;    // of each expert as `gate_up` and `down` of a layer
+    Matrix shared_gate_up, shared_down;      // of one more MLP that every token goes through; n is 0: there is none
+    Matrix shared_gate;                      // one row: its sigmoid weighs that MLP; n is 0: it has weight 1
+} Mixture;
+
+typedef struct {
+    const float *attention_norm, *mlp_norm;            // [hidden], of what a sub-layer reads; null: it reads the stream as it is
+    const float *attention_after_norm, *mlp_after_norm;  // [hidden] or null: of what a sub-layer adds to the stream
+    const float *q_norm, *k_norm;            // [head_dim] or null; where `whole_norm` is, [heads * head_dim] and [kv_heads * head_dim]
+    const float *cos, *sin;                  // [max_len][rotary_dim / 2]
+    const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head and has no value
     Matrix qkv;                              // rows: all q heads, all k heads, all v heads
     Matrix output;
     Matrix gate_up;                          // rows: 16 of gate, 16 of up, in turn
     Matrix down;
+    const Mixture *mixture;                  // in place of gate_up and down, or null
     void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]
     float *k_scale, *v_scale;                // int8 cache only: [blocks][block_size][kv_heads]
+    int32_t heads, kv_heads, head_dim;
+    int32_t rotary_dim;                      // the first numbers of a head that are rotated, in halves; 0: none
+    int32_t whole_norm;                      // q is normed as one, and k, not head by head
     int32_t window;                          // 0: sees everything
+    int32_t cache_group, block_size;         // which of the step's block tables it has, and the tokens of a block there
+    int32_t activation;
+    float attention_scale;
+    float soft_cap;                          // scores become cap * tanh(score / cap); 0: they stay
+    float residual_scale;                    // of what sub-layers add to the stream
 } Layer;
 
 // Functions that meet other ranks return 0, or the same code on all of them: 1 + rank if that rank did not come within the time
@@ -68,15 +97,16 @@ typedef struct {
 // A rank of a group has some of the heads, of the columns of gate and up, and of the ids; then its `output` and `down` give parts
 // of a sum, and only rank 0 has their bias.
 typedef struct {
-    int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
-    int32_t vocab, block_size;
+    int32_t num_layers, hidden, vocab;
     int32_t cache_kind;      // OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16 (saturating) or OCTAVO_Q8 (int8 with a scale per token and head)
     int32_t embed_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_F16: rows of `embed`; OCTAVO_Q8: rows are read out of `head`'s panels
-    float eps, attention_scale;
+    float eps;
+    float embedding_scale;   // of the rows of `embed`
+    float logit_scale;
+    float logit_cap;         // logits become cap * tanh(logit / cap) after they are scaled; 0: they stay
     const Layer *layers;
     const void *embed;       // [vocab_rows][hidden]
     const float *norm;       // [hidden]
-    const float *cos, *sin;  // [max_len][head_dim / 2]
     Matrix head;             // n: vocab_rows
     int32_t vocab_start;     // the first id whose row this rank has in `embed` and `head`
     int32_t vocab_rows;      // how many it has; 0: all, as has every other rank
@@ -85,11 +115,13 @@ typedef struct {
 
 typedef struct {
     int32_t num_tokens, num_rows, table_width, num_samples;
-    const int64_t *token_ids, *positions, *slots;      // [tokens]
+    int64_t slot_stride, table_stride;                 // from one cache group to the next, in numbers
+    const int64_t *token_ids, *positions;              // [tokens]
+    const int64_t *slots;                              // [groups][tokens]
     const int32_t *query_start;                        // [rows + 1]
     const int32_t *context_len;                        // [rows]
-    const int32_t *tables;                             // [rows][table_width]
-    const int32_t *shared;                             // [rows] or null: first tokens that lie in the same blocks as those of the row before
+    const int32_t *tables;                             // [groups][rows][table_width]; behind a window they are not read
+    const int32_t *shared;                             // [groups][rows] or null: first tokens in the same blocks as those of the row before
     const int64_t *sample_index;                       // [samples], into tokens
     const float *received;                             // [tokens][hidden] or null: the stream of the stage before; null: ids are embedded
     float *passed;                                     // [tokens][hidden] or null: where the stream goes, if another stage has the rest
@@ -141,10 +173,13 @@ void octavo_abort(const Group *group);                                          
 // The parts of a step, for the layer-by-layer path and for tests against the torch twins.
 // tokens: of the step that the rows belong to. Where they are more than a few, no row is multiplied as codes of 8 bits.
 void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);       // y: [rows][n]
-void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);      // y: [rows][n / 2]
+void octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);  // y: [rows][n / 2]
+void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);      // y: [tokens][hidden]
 void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size);
 void octavo_write(const Model *model, int layer, const Step *step, float *qkv);                         // norms, rotates, stores
 void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);      // out: [tokens][heads * head_dim]
+
+void octavo_cap_logits(const Model *model, float *logits, int64_t count);                               // scales and caps them, in place
 
 // Rows are independent of each other: threads share them.
 void octavo_draw(const Draws *draws);
@@ -156,7 +191,7 @@ void octavo_pack_float(Matrix *matrix, const float *weights);                   
 // Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
-void octavo_struct_sizes(int64_t *sizes);    // [7]: bytes of Matrix, Layer, Group, Model, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [8]: bytes of Matrix, Mixture, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

@@ -25,6 +25,7 @@ void unpack_row(const Matrix &matrix, int64_t row, float *to) {
             const uint8_t *codes = static_cast<const uint8_t *>(matrix.data);
             int code = matrix.kind == OCTAVO_Q8 ? codes[place + k / 4 * 4 * P + 4 * lane + k % 4]
                                                 : codes[place / 2 + k / 8 * 4 * P + 4 * lane + k % 4] >> (k & 4) & 15;
+            if (matrix.table) code = matrix.table[code];
             int64_t scale = (panel * (stride / matrix.group) + k / matrix.group) * P + lane;
             value = (f16_to_float(matrix.scale[scale]) * float(code) + f16_to_float(matrix.offset[scale])) * matrix.factor;
         }

@@ -8,6 +8,7 @@
 // store. All of it is in an unnamed namespace: code compiled for one level must never serve another.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "lanes.h"
 #include "levels.h"
@@ -61,9 +62,9 @@ void product_with(const Math &math, const Matrix &matrix, const Rows &rows, int6
     });
 }
 
-// y[row][n] = silu(gate) * up for pairs of panels: the first of each pair is gate, the second up.
+// y[row][n] = the gated one for pairs of panels: the first of each pair is gate, the second up.
 template <class Math>
-void gate_up_with(const Math &math, const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Target &y, void *scratch) {
+void gate_up_with(const Math &math, const Matrix &matrix, int activation, const Rows &rows, int64_t begin, int64_t end, const Target &y, void *scratch) {
     by_near_rows<Math>(rows, [&](int64_t from, int64_t to) {
         for (int64_t pair = begin; pair < end; pair++) {
             auto gate_weights = math.panel(2 * pair, scratch), up_weights = math.panel(2 * pair + 1, (float *)scratch + rows.stride * P);
@@ -74,7 +75,7 @@ void gate_up_with(const Math &math, const Matrix &matrix, const Rows &rows, int6
                 block_of<Math::MOST>(math, row, count, gate_weights, gate);
                 block_of<Math::MOST>(math, row, count, up_weights, up);
                 for (int64_t r = 0; r < count; r++)
-                    put(silu(gate[r] + gate_bias) * (up[r] + up_bias), y, row + r, pair * P, matrix.n / 2 - pair * P);
+                    put(gated(activation, gate[r] + gate_bias, up[r] + up_bias), y, row + r, pair * P, matrix.n / 2 - pair * P);
             }
         }
     });
@@ -134,18 +135,33 @@ template <class Panel> struct FloatMath {  // weights are read where they lie
     }
 };
 
+// run(digits): the form of a matrix's codes, known to the compiler
+template <class Run> inline void by_digits(const Matrix &matrix, Run run) {
+    if (matrix.kind == OCTAVO_Q8) run(std::integral_constant<Digits, Digits::BYTES>());
+    else if (matrix.table) run(std::integral_constant<Digits, Digits::LOOKED_UP>());
+    else run(std::integral_constant<Digits, Digits::NIBBLES>());
+}
+
+// 16 rows of 4 bytes each, in one register: of codes of 4 bits the low and the high digits, one register after the other.
+// run(words, shift of the first number, mask of each)
+template <Digits D, class Run> INLINE void each_quad(const Words &words, const uint8_t *table, Run run) {
+    if constexpr (D == Digits::BYTES) run(words, 0, 255);
+    else if constexpr (D == Digits::NIBBLES) run(words, 0, 15), run(words, 4, 15);
+    else run(looked_up(low_digits(words), table), 0, 255), run(looked_up(high_digits(words), table), 0, 255);
+}
+
 // A panel of codes as floats: to [stride][16]
-template <bool FOUR> void unpack_codes(const Matrix &matrix, int64_t stride, int64_t panel, float *to) {
+template <Digits D> void unpack_codes(const Matrix &matrix, int64_t stride, int64_t panel, float *to) {
+    const bool FOUR = D != Digits::BYTES;
     const int64_t groups = stride / matrix.group;
     const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t place = (panel * groups + g) * P;
         const Lanes scale = load_f16(matrix.scale + place) * matrix.factor, offset = load_f16(matrix.offset + place) * matrix.factor;
         for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
-            const Words words = load_words(w);
-            for (int i = 0; i < 4; i++, to += P) store(multiply_add(digits_of(words, 8 * i, FOUR ? 15 : 255), scale, offset), to);
-            if (FOUR)
-                for (int i = 0; i < 4; i++, to += P) store(multiply_add(digits_of(words, 8 * i + 4, 15), scale, offset), to);
+            each_quad<D>(load_words(w), matrix.table, [&](const Words &words, int shift, int mask) {
+                for (int i = 0; i < 4; i++, to += P) store(multiply_add(digits_of(words, 8 * i + shift, mask), scale, offset), to);
+            });
         }
     }
 }
@@ -157,8 +173,7 @@ struct UnpackedMath {  // weights become floats first, for many rows
 
     FloatPanel panel(int64_t index, void *memory) const {
         float *to = (float *)memory;
-        if (matrix.kind == OCTAVO_Q4) unpack_codes<true>(matrix, rows.stride, index, to);
-        else if (matrix.kind == OCTAVO_Q8) unpack_codes<false>(matrix, rows.stride, index, to);
+        if (has_codes(matrix)) by_digits(matrix, [&](auto digits) { unpack_codes<digits>(matrix, rows.stride, index, to); });
         else if (matrix.kind == OCTAVO_F16) unpack(F16Panel{(const uint16_t *)matrix.data + index * rows.stride * P}, to);
         else unpack(BF16Panel{(const uint16_t *)matrix.data + index * rows.stride * P}, to);
         return {to};
@@ -213,8 +228,9 @@ template <int R, bool CENTRED = false> struct CodeSums {
     }
 };
 
-template <bool FOUR> struct PlainCodesMath {
+template <Digits D> struct PlainCodesMath {
     static const int MOST = 1;
+    static const bool FOUR = D != Digits::BYTES;
     const Matrix &matrix;
     const Rows &rows;
 
@@ -228,8 +244,8 @@ template <bool FOUR> struct PlainCodesMath {
             for (int64_t i = k; i < k + made.span; i += FOUR ? 8 : 4, w += 64)
                 for (int n = 0; n < P; n++)
                     for (int j = 0; j < 4; j++) {
-                        total[n] += (FOUR ? w[4 * n + j] & 15 : w[4 * n + j]) * x[i + j];
-                        if (FOUR) total[n] += (w[4 * n + j] >> 4) * x[i + 4 + j];
+                        total[n] += value(FOUR ? w[4 * n + j] & 15 : w[4 * n + j]) * x[i + j];
+                        if (FOUR) total[n] += value(w[4 * n + j] >> 4) * x[i + 4 + j];
                     }
             float floats[P];
             for (int n = 0; n < P; n++) floats[n] = float(total[n]);
@@ -237,6 +253,9 @@ template <bool FOUR> struct PlainCodesMath {
         }
         made.finish(sums);
     }
+
+private:
+    int value(int code) const { return D == Digits::LOOKED_UP ? matrix.table[code] : code; }
 };
 
 // --- rows of x ---------------------------------------------------------------------------------------------------------
@@ -298,14 +317,13 @@ void prepare_row(const Matrix &matrix, const float *x, const Rows &rows, int64_t
 
 // --- the kernels of a level ----------------------------------------------------------------------------------------------
 
-// A few rows by codes, all others by floats. CodesMath: how the level multiplies codes of 4 (true) or 8 bits.
-template <template <bool> class CodesMath> struct FloatChoice {
+// A few rows by codes, all others by floats. CodesMath: how the level multiplies codes.
+template <template <Digits> class CodesMath> struct FloatChoice {
     static Form form(const Matrix &matrix, int64_t rows) { return has_codes(matrix) && rows <= FEW ? Form::INT8 : Form::FLOAT; }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
         if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
-        else if (matrix.kind == OCTAVO_Q4) run(CodesMath<true>{matrix, rows});
-        else run(CodesMath<false>{matrix, rows});
+        else by_digits(matrix, [&](auto digits) { run(CodesMath<digits>{matrix, rows}); });
     }
 };
 
@@ -316,8 +334,9 @@ void product_by(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t e
     Choice::choose(matrix, rows, [&](const auto &math) { product_with(math, matrix, rows, panel, end, y, stride, scratch); });
 }
 
-template <class Choice> void gate_up_by(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
-    Choice::choose(matrix, rows, [&](const auto &math) { gate_up_with(math, matrix, rows, pair, end, y, scratch); });
+template <class Choice>
+void gate_up_by(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
+    Choice::choose(matrix, rows, [&](const auto &math) { gate_up_with(math, matrix, activation, rows, pair, end, y, scratch); });
 }
 
 template <class Choice> void fill_products(Kernels &kernels) {

@@ -2,6 +2,7 @@
 
     forward    the residual stream, and what is largest in a layer: its mixer (`attention/spec.py`) or its MLP;
                masks last for the step, and so do the logits of the step before
+    a product  on ARM, where torch copies the matrix into another layout first
     sampling   logits [rows, vocab] float32, and the sampler's copies of them
 
 Bytes are those of the plain torch kernels (`kernels/reference/`, `attention/cpu.py`, `worker/sampler.py`), each tensor
@@ -9,7 +10,7 @@ counted from where it is made to where it is dropped.
 """
 
 from octavo.policy.cache_spec import ITEM_BYTES
-from octavo.policy.description import LayerShape, ModelDescription, StepLoad
+from octavo.policy.description import LayerShape, Matrix, ModelDescription, StepLoad
 
 FLOAT32 = 4
 # Bytes for each (row, token of the vocabulary) at the widest point of a top-p draw: logits 4, distances 4, those of the rows
@@ -17,10 +18,21 @@ FLOAT32 = 4
 SAMPLER_BYTES = 37
 
 
-def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad) -> int:
+def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad, arm: bool = False) -> int:
     """Returns the bytes that a step holds at once. `dtype`: of the run; `cache_dtype`: of the cache"""
     logits = load.rows * model.vocab_size
-    return max(_forward_bytes(model, dtype, cache_dtype, load) + FLOAT32 * logits, SAMPLER_BYTES * logits)
+    product = _product_bytes(model, ITEM_BYTES[dtype], load) if arm else 0
+    return max(max(_forward_bytes(model, dtype, cache_dtype, load), product) + FLOAT32 * logits, SAMPLER_BYTES * logits)
+
+
+def _product_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
+    """The stream, a copied matrix, what it is multiplied with, and the result; the logits of the head are counted by the caller."""
+
+    def numbers(matrix: Matrix) -> int:
+        rows = load.rows * matrix.columns if matrix.vocabulary else load.tokens * (model.hidden_size + matrix.rows + matrix.columns)
+        return matrix.numbers + rows
+
+    return item * max(map(numbers, model.matrices))
 
 
 def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad) -> int:
@@ -28,11 +40,17 @@ def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: 
     stream = 4 * model.hidden_size * item  # input and sum, before and after the norm
     windows = {layer.mixer.window for layer in model.kinds if "context_parallel" not in layer.mixer.features}  # that makes none
     masks = {None if window is None or window >= load.context else window for window in windows}  # one for each, and they last
-    layers = max(_layer_bytes(layer, dtype, cache_dtype, load) for layer in model.kinds)
+    layers = max(_layer_bytes(layer, model.hidden_size, dtype, cache_dtype, load) for layer in model.kinds)
     return load.tokens * stream + len(masks) * load.tokens * load.context * item + layers
 
 
-def _layer_bytes(layer: LayerShape, dtype: str, cache_dtype: str, load: StepLoad) -> int:
+def _layer_bytes(layer: LayerShape, hidden: int, dtype: str, cache_dtype: str, load: StepLoad) -> int:
     mlp = load.tokens * layer.mlp.token_numbers * ITEM_BYTES[dtype]
     mixer = layer.mixer.step_bytes(load, dtype, cache_dtype)
-    return mixer + mlp if layer.parallel else max(mixer, mlp)
+    return mixer + mlp if layer.parallel else max(mixer, mlp, _after_bytes(layer, hidden, ITEM_BYTES[dtype], load))
+
+
+def _after_bytes(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:
+    """Of what a sub-layer adds, while it is normed or scaled: as it was, and in float32 on the way, and as it becomes."""
+    plain = layer.norms == "before" and layer.residual_scale == 1
+    return 0 if plain else load.tokens * hidden * (2 * item + 2 * FLOAT32)

@@ -17,7 +17,7 @@ from octavo.policy.cache_spec import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    name: str  # what plans call it: qkv, output, gate_up, down, head
+    name: str  # what plans call it: qkv, output, gate_up, down, head; of a mixture: router, experts_gate_up, shared_down, ...
     module: str  # where it lies in the model: layers.3.attention.qkv
     parts: dict[str, int]  # weight in the checkpoint -> rows
     columns: int
@@ -26,10 +26,16 @@ class Matrix:
     split: Literal["rows", "columns"] | None = None  # along which several ranks may share it; of merged parts, each by itself
     gated: bool = False  # its two parts are a gate and what it multiplies
     vocabulary: bool = False  # its rows are the tokens of the vocabulary
+    merged: tuple[int, ...] = ()  # rows of each part, where one weight of the checkpoint has all of them
 
     @property
     def rows(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def part_rows(self) -> tuple[int, ...]:
+        """The rows of each part, however the checkpoint has them."""
+        return self.merged or tuple(self.parts.values())
 
     @property
     def numbers(self) -> int:
@@ -38,7 +44,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    name: str  # attention_norm, mlp_norm, q_norm, k_norm, norm
+    name: str  # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm
     module: str  # layers.3.attention_norm
     size: int
     layer: int | None = None
@@ -93,6 +99,7 @@ class MixerSpec(Protocol):
         """What the kernels of a GPU hold in a layer, beside the numbers of each token."""
 
 
+EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are those of all experts, one after the other
 Activation = Literal["swiglu", "geglu", "clamped"]  # silu(gate) * up, gelu(gate) * up by tanh, or as gpt-oss has it: both clamped
 Scores = Literal["all", "chosen"]  # softmax over the logits of all experts, or over those of the chosen ones
 
@@ -106,6 +113,12 @@ class Experts:
     scores: Scores = "all"
     normed: bool = True  # weights of the chosen ones are made to sum up to 1; of "chosen" scores they do so anyway
     shared_inner: int = 0  # of one more MLP that every token goes through, with a gate of its own; 0: there is none
+    ranks: int = 1  # that deal the experts out: each has whole ones, and the same number
+
+    @property
+    def held(self) -> int:
+        """By each rank."""
+        return self.count // self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +158,19 @@ class LayerShape:
     norms: Literal["before", "after", "both"] = "before"  # where they stand: before a sub-layer, after it (what it adds is normed), or both
     residual_scale: float = 1.0  # of what a sub-layer adds to the stream
 
+    def unlike_the_plain_one(self) -> str | None:
+        """Returns what differs from an RMS norm, attention, an RMS norm and a SwiGLU MLP, or None."""
+        different = {
+            f"has a mixer of kind {self.mixer.kind}": self.mixer.kind != "attention",
+            "computes its mixer and its MLP in parallel": self.parallel,
+            "has a mixture of experts": self.mlp.experts is not None,
+            f"has an MLP of kind {self.mlp.activation}": self.mlp.activation != "swiglu",
+            f"has norms of kind {self.norm.kind}": self.norm.kind != "rms",
+            f"has norms {self.norms} its sub-layers": self.norms != "before",
+            f"scales what it adds by {self.residual_scale:g}": self.residual_scale != 1,
+        }
+        return next((difference for difference, there in different.items() if there), None)
+
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -174,8 +200,24 @@ class ModelDescription:
         return sum(one.numbers + (one.rows if one.bias else 0) for one in every) + self.vector_numbers
 
     @cached_property
+    def active_parameters(self) -> int:
+        """Those that one token is computed with: of experts, as many as are chosen."""
+        idle = 0
+        for matrix in self.matrices:
+            experts = None if matrix.layer is None else self.layers[matrix.layer].mlp.experts
+            if experts is not None and matrix.name in EXPERT_STACKS:
+                numbers = matrix.numbers + (matrix.rows if matrix.bias else 0)
+                idle += numbers - min(numbers * experts.chosen // experts.held, numbers)
+        return self.num_parameters - idle
+
+    @cached_property
     def vector_numbers(self) -> int:
         return sum(vector.numbers for vector in self.vectors)
+
+    @cached_property
+    def wide_numbers(self) -> int:
+        """Those of the vectors that are kept in float32."""
+        return sum(vector.numbers for vector in self.vectors if vector.wide)
 
     @cached_property
     def position_numbers(self) -> int:
@@ -186,15 +228,17 @@ class ModelDescription:
     def unlike_the_plain_layer(self) -> str | None:
         """Fused kernels know one layer: RMS norm, attention, RMS norm, SwiGLU MLP. Returns what differs from it, or None."""
         for layer, index in self.kinds.items():
-            if layer.mixer.kind != "attention":
-                return f"layer {index} has a mixer of kind {layer.mixer.kind}"
-            if layer.parallel:
-                return f"layer {index} computes its mixer and its MLP in parallel"
-            if layer.mlp.activation != "swiglu":
-                return f"layer {index} has an MLP of kind {layer.mlp.activation}"
-            if layer.norm.kind != "rms":
-                return f"layer {index} has norms of kind {layer.norm.kind}"
-        return None if self.norm.kind == "rms" else f"the last norm is of kind {self.norm.kind}"
+            if (difference := layer.unlike_the_plain_one()) is not None:
+                return f"layer {index} {difference}"
+        wide = next((vector.name for vector in self.vectors if vector.wide), None)
+        different = {
+            f"the last norm is of kind {self.norm.kind}": self.norm.kind != "rms",
+            f"its {wide} is kept in float32": wide is not None,
+            f"its embedding is scaled by {self.embedding_scale:g}": self.embedding_scale != 1,
+            f"its logits are scaled by {self.logit_scale:g}": self.logit_scale != 1,
+            f"its logits are capped at {self.logit_cap}": self.logit_cap is not None,
+        }
+        return next((difference for difference, there in different.items() if there), None)
 
     def several_tables(self) -> str | None:
         """Some programs read one block table a sequence. Returns why this model may have several, or None."""

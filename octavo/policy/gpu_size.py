@@ -41,7 +41,8 @@ def gpu_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes 
 
 def gpu_weight_bytes(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> int:
     embedding = 0 if model.lookup is None else model.lookup.numbers
-    return sum(one.nbytes for one in gpu_matrices(model, item, stored)) + (model.vector_numbers + embedding) * item
+    vectors = model.vector_numbers * item + model.wide_numbers * (FLOAT32 - item)
+    return sum(one.nbytes for one in gpu_matrices(model, item, stored)) + vectors + embedding * item
 
 
 def gpu_slab_bytes(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> int:

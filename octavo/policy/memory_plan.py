@@ -73,6 +73,7 @@ class ModelNeeds:
     loading: int = 0  # the most bytes held while weights are read, weights included
     native_threads: int = 0  # of the native program; none: torch computes
     device: str = "cpu"
+    arm: bool = False  # torch copies a matrix before it multiplies by it, and keeps back nothing that it freed
     slab: int = 0  # bytes of floats that a step on a GPU makes out of codes at once
 
     @property
@@ -223,8 +224,8 @@ class _Planner:
             step = native_step_bytes(model, load, needs.native_threads)
             kept = 0  # buffers that grow take the place of what reading the weights left behind
         else:
-            step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load)
-            kept = min(MOST_KEPT, step * 2 // 5)
+            step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load, needs.arm)
+            kept = 0 if needs.arm else min(MOST_KEPT, step * 2 // 5)
         row = 8 * (max_len + len(self.groups) * table_blocks) + BYTES_PER_ROW
         return Use(
             weights=needs.weights,

@@ -5,8 +5,8 @@ Each matrix is kept as floats or as codes:
     int8   codes of 8 bits in groups of 64      8.5 bits a weight; on a GPU groups of 128, 8.25
     int4   codes of 4 bits in groups of 32      5 bits a weight; on a GPU groups of 128, 4.25; the vocabulary, which feels it most, in 8
 
-Both fall back to smaller groups, and then to floats, where columns are not whole groups. Norms, biases and an embedding of its
-own stay floats.
+Both fall back to smaller groups, and then to floats, where columns are not whole groups. Norms, biases, routers and an embedding
+of its own stay floats.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from octavo.policy.cache_spec import ITEM_BYTES
 from octavo.policy.description import Matrix, ModelDescription
 
 SCALE_AND_OFFSET = 4  # bytes for each group of codes
+DECIDING = ("router", "shared_gate")  # small matrices that say which experts count, and how much: they stay floats
 _GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
 _GPU_GROUPS = (128, 64, 32, 16)  # a scale costs its kernels more than the CPU's
 
@@ -27,10 +28,13 @@ class Codes:
     bits: int
     group: int
     order: str = ""  # tells orders of columns apart; empty: as they stand
+    table: str = ""  # tells tables of values apart, of codes of 4 bits; empty: codes stand for themselves
 
 
 def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
     """Returns what a matrix becomes where `quantization` is int8 or int4, or None if it stays floats. `device`: cpu or cuda"""
+    if matrix.name in DECIDING:
+        return None
     bits = 8 if quantization == "int8" or matrix.vocabulary else 4
     groups = _GPU_GROUPS if device == "cuda" else _GROUPS[bits]
     return next((Codes(bits, group) for group in groups if matrix.columns % group == 0), None)
@@ -59,17 +63,19 @@ def kept_matrices(
 def _merged(parts: list[Codes | None]) -> Codes | None:
     """Returns the form of a matrix of several parts: the most bits and the smallest group of any.
 
-    It is None, for floats, if a part is stored as floats or has its columns in another order.
+    It is None, for floats, if a part is stored as floats or has its columns in another order. Where tables differ, codes have 8 bits.
     """
     codes = [part for part in parts if part is not None]
     if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
         return None
-    return Codes(max(part.bits for part in codes), min(part.group for part in codes), codes[0].order)
+    table = codes[0].table if len({part.table for part in codes}) == 1 else None
+    bits = max(part.bits for part in codes) if table is not None else 8
+    return Codes(bits, min(part.group for part in codes), codes[0].order, table or "")
 
 
 def weight_bytes(model: ModelDescription, dtype: str) -> int:
     """Returns the bytes of all weights as torch holds them."""
-    return model.num_parameters * ITEM_BYTES[dtype]
+    return model.num_parameters * ITEM_BYTES[dtype] + model.wide_numbers * (ITEM_BYTES["float32"] - ITEM_BYTES[dtype])
 
 
 def largest_matrix(model: ModelDescription) -> int:

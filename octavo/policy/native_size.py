@@ -5,11 +5,9 @@ filled up to 64, or to a group.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 from octavo.policy.activations import FLOAT32
-from octavo.policy.description import Matrix, ModelDescription, StepLoad
+from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, NormShape, StepLoad
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 PANEL, COLUMNS = 16, 64
@@ -19,16 +17,29 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest m
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
 
 
+GATES = ("swiglu", "geglu", "clamped")
+KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm"}  # features of attention
+
+
 def native_refusal(model: ModelDescription) -> str | None:
-    """Says why the native program cannot run this model, or returns None. Its layers are alike, but for their windows."""
-    if (why := model.unlike_the_plain_layer() or model.several_tables()) is not None:
-        return why
-    mixers: list[Any] = [layer.mixer for layer in model.kinds]
-    lacking = [name for mixer in mixers for name in mixer.features if name != "window"]
-    if lacking or any(mixer.position_table is None for mixer in mixers):
-        return f"attention has {', '.join(lacking) or 'no rotation'}"
-    alike = {(replace(mixer, window=None), layer.mlp, layer.norm) for mixer, layer in zip(mixers, model.kinds)}
-    return None if len(alike) == 1 else "its layers differ in more than their windows"
+    """Says why the native program cannot run this model, or returns None."""
+    for layer, index in model.kinds.items():
+        if (difference := _unknown(layer)) is not None:
+            return f"layer {index} {difference}"
+    norms = {layer.norm for layer in model.kinds} | {model.norm}
+    return None if norms == {NormShape(model.norm.eps)} else "its norms are not RMS norms of one epsilon"
+
+
+def _unknown(layer: LayerShape) -> str | None:
+    """Returns what a layer has that the native program does not know, or None."""
+    if layer.mixer.kind != "attention":
+        return f"has a mixer of kind {layer.mixer.kind}"
+    if layer.parallel:
+        return "computes its mixer and its MLP in parallel"
+    if layer.mlp.activation not in GATES:
+        return f"has an MLP of kind {layer.mlp.activation}"
+    lacking = [name for name in layer.mixer.features if name not in KNOWN]
+    return f"has attention with {', '.join(lacking)}" if lacking else None
 
 
 def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
@@ -57,18 +68,31 @@ def native_weight_bytes(
 def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> int:
     """Returns the bytes of buffers, which grow to the fullest step and stay, of hidden states and logits of two steps, and of what each
     thread needs to draw from a row. A level that multiplies bfloat16 leaves some of the floats counted here untouched."""
-    layer = {matrix.name: matrix for matrix in model.matrices if matrix.layer == 0}
-    widest = max(matrix.columns for matrix in layer.values()) + COLUMNS
-    prepared = model.hidden_size + widest  # rows as products read them: of norms, and of attention or gates
-    # the stream, what is new, the norm; q, k, v and the result of attention; gates
-    token = 3 * model.hidden_size + layer["qkv"].rows + layer["output"].columns + layer["down"].columns + prepared
+    widest = max(matrix.columns for matrix in model.matrices if matrix.layer is not None) + COLUMNS
+    token = max(_token_numbers(model, layer, index, widest) for layer, index in model.kinds.items())
     logits = load.rows * model.vocab_size
     return load.tokens * token * FLOAT32 + 2 * FLOAT32 * logits + threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
 
 
+def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, widest: int) -> int:
+    """Of buffers, for each token."""
+    there = {matrix.name: matrix for matrix in model.matrices if matrix.layer == index}
+    hidden, experts = model.hidden_size, layer.mlp.experts
+    prepared = hidden + widest  # rows as products read them: of norms, and of attention or gates
+    # the stream, what is new, the norm; q, k, v and the result of attention
+    attention = 3 * hidden + there["qkv"].rows + there["output"].columns + prepared
+    if experts is None:
+        return attention + there["down"].columns
+    # of each chosen expert its row as it reads it, gates twice, and its result; once, rows for the router and for experts, and scores
+    chosen = experts.chosen * (2 * hidden + 2 * _up(layer.mlp.inner, COLUMNS))
+    shared = 2 * hidden + 2 * _up(experts.shared_inner, COLUMNS) if experts.shared_inner else 0
+    return attention + chosen + shared + 2 * hidden + experts.count
+
+
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
-    # gate and up stand in turn, each filled up by itself
-    rows = sum(_up(part, PANEL) for part in matrix.parts.values()) if matrix.gated else _up(matrix.rows, PANEL)
+    # gate and up stand in turn, each filled up by itself, and so do experts
+    apart = matrix.gated or matrix.name in EXPERT_STACKS
+    rows = sum(_up(part, PANEL) for part in matrix.part_rows) if apart else _up(matrix.rows, PANEL)
     bias = rows * FLOAT32 if matrix.bias else 0
     if codes is None:
         return rows * _up(matrix.columns, COLUMNS) * item + bias

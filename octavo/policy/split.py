@@ -6,7 +6,11 @@ checkpoint that it reads:
     split by rows      q k v, gate up    a rank has its rows, and their biases
     split by columns   output, down      a rank has its columns; results are summed, so that one rank alone has the bias
     vocabulary         embedding, head   equal runs of rows; the last may be shorter
-    vectors            norms             every rank has all of them
+    vectors            norms, sinks      every rank has all of them, but of sinks those of its heads
+
+One weight of a checkpoint may have all parts of a matrix (`Matrix.merged`). Then a rank has a run of rows of each:
+
+    qkv of 2 ranks     [ q q | k | v ]   rank 0 has rows of q, of k and of v, which do not stand side by side
 
 Where there are more ranks than heads of k and v, neighbours have the same ones:
 
@@ -17,6 +21,7 @@ Where there are more ranks than heads of k and v, neighbours have the same ones:
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from octavo.errors import ConfigError
 from octavo.policy.description import Matrix, ModelDescription
@@ -81,6 +86,7 @@ class Part:
 
     rows: range | None = None
     columns: range | None = None
+    runs: tuple[range, ...] = ()  # of rows, instead of `rows`: they are read one by one, and joined
     whole: int = 0  # how many of them the weight has
     zeros: bool = False  # another rank has the numbers, and this one zeros in their place
 
@@ -93,12 +99,19 @@ def parts_of_rank(whole: ModelDescription, own: ModelDescription, size: int, ran
     return {name: part for matrix, mine in pairs for name, part in _matrix_parts(matrix, mine, size, rank).items()}
 
 
+def part_of_vector(whole: int, own: int, size: int, rank: int) -> Part:
+    """Returns what a rank has of a vector that has numbers of every head."""
+    return Part(rows=_share(whole, own, size, rank), whole=whole)
+
+
 def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str, Part]:
     """A bias is listed whether the model has one or not: some checkpoints have biases of zeros."""
     found: dict[str, Part] = {}
     for name, count in matrix.parts.items():
         bias = f"{name.removesuffix('.weight')}.bias"
-        if matrix.vocabulary:
+        if matrix.merged and matrix.split == "rows":
+            found[name] = found[bias] = Part(runs=_runs(matrix, own, size, rank), whole=count)
+        elif matrix.vocabulary:
             found[name] = Part(rows=vocabulary_rows(count, size, rank), whole=count)
         elif matrix.split == "rows":
             found[name] = found[bias] = Part(rows=_share(count, own.parts[name], size, rank), whole=count)
@@ -106,6 +119,13 @@ def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str
             found[name] = Part(columns=_share(matrix.columns, own.columns, size, rank), whole=matrix.columns)
             found[bias] = Part(zeros=rank > 0)
     return found
+
+
+def _runs(matrix: Matrix, own: Matrix, size: int, rank: int) -> tuple[range, ...]:
+    """Returns the rows that a rank has of each part of a merged weight, counted from the weight's first."""
+    starts = accumulate(matrix.merged, initial=0)
+    shares = [_share(whole, mine, size, rank) for whole, mine in zip(matrix.merged, own.merged, strict=True)]
+    return tuple(range(start + share.start, start + share.stop) for start, share in zip(starts, shares))
 
 
 def _share(whole: int, own: int, size: int, rank: int) -> range:

@@ -7,6 +7,8 @@
     factor          a power of two for the whole matrix: as small as scales and offsets in float16 allow, so that the
                     smallest of them keep as many bits as they can. Whatever some power of two makes exact, this one does.
     order           [k] int32 or None: which input column each column of codes belongs to (act-order), None as they stand
+    table           [16] uint8 or None: what stands for each code of 4 bits in the formula, for formats whose steps are not
+                    equal (MXFP4, IQ4_NL). None: the code itself
 
 `fold_gguf` and `zero_point.py` bring published formats into this form, and `quantize` makes it out of floats.
 A scale or offset that float16 cannot hold is rounded by at most 2^-11 of itself, a quarter of what bfloat16 does to a weight.
@@ -36,6 +38,7 @@ class PackedWeight:
     offset: Tensor
     factor: float
     order: Tensor | None = None
+    table: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.group not in GROUPS:
@@ -48,6 +51,10 @@ class PackedWeight:
         self._check("offset", self.offset, torch.float16, n, k // self.group)
         if self.order is not None:
             self._check("order", self.order, torch.int32, k)
+        if self.table is not None:
+            self._check("table", self.table, torch.uint8, 16)
+            if self.bits != 4:
+                raise LoadError(f"packed weight has a table for codes of {self.bits} bits, supported: 4")
 
     def _check(self, field: str, value: Tensor, dtype: torch.dtype, *shape: int) -> None:
         if value.dtype != dtype or value.shape != shape:
@@ -61,13 +68,13 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """The bytes that a device holds: codes at their own width, without padding."""
-        tables = (self.scale, self.offset, *([] if self.order is None else [self.order]))
-        return self.codes.numel() * self.bits // 8 + sum(table.nbytes for table in tables)
+        beside = (self.scale, self.offset, *(part for part in (self.order, self.table) if part is not None))
+        return self.codes.numel() * self.bits // 8 + sum(part.nbytes for part in beside)
 
     def dequantize(self) -> Tensor:
         """Returns the weights [n, k] in float32, with columns in their original order."""
         n, k = self.shape
-        weights = self.codes.view(n, k // self.group, self.group) * self.scale.float().unsqueeze(-1)  # [n, groups, group]
+        weights = self._values().view(n, k // self.group, self.group) * self.scale.float().unsqueeze(-1)  # [n, groups, group]
         weights = weights.add_(self.offset.float().unsqueeze(-1)).mul_(self.factor).view(n, k)
         return weights if self.order is None else torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
 
@@ -75,12 +82,22 @@ class PackedWeight:
         """Returns the rows that `index` names, in its order."""
         return replace(self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index])
 
+    def without_table(self) -> "PackedWeight":
+        """Returns the same weights in codes that stand for themselves: of 8 bits, if there was a table."""
+        return self if self.table is None else replace(self, bits=8, codes=self._values(), table=None)
 
-def pack(name: str, bits: int, codes: Tensor, scale: Tensor, offset: Tensor, order: Tensor | None = None) -> PackedWeight:
+    def _values(self) -> Tensor:
+        """Returns what stands for the codes, uint8 [n, k]."""
+        return self.codes if self.table is None else self.table[self.codes.long()]
+
+
+def pack(
+    name: str, bits: int, codes: Tensor, scale: Tensor, offset: Tensor, order: Tensor | None = None, table: Tensor | None = None
+) -> PackedWeight:
     """Returns the packed form of codes with scales and offsets in float32. `name`: of the tensor, for messages."""
     group = codes.shape[1] // max(1, scale.shape[1])
     factor = fitting_factor(name, scale, offset)
-    return PackedWeight(bits, group, codes, (scale / factor).half(), (offset / factor).half(), factor, order)
+    return PackedWeight(bits, group, codes, (scale / factor).half(), (offset / factor).half(), factor, order, table)
 
 
 def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
@@ -98,20 +115,23 @@ def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
 def mergeable(parts: Sequence[PackedWeight]) -> bool:
     """Whether the rows of all parts fit into one matrix: they need as many columns, in the same order (act-order may differ)."""
     first = parts[0]
-    return all(part.shape[1] == first.shape[1] and _same_order(first.order, part.order) for part in parts)
+    return all(part.shape[1] == first.shape[1] and _same(first.order, part.order) for part in parts)
 
 
 def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Returns one matrix with the rows of all parts, which must be mergeable. It has the most bits and the smallest group of any.
 
-    This is exact, except for scales and offsets that are 2^29 times smaller than the largest.
+    Parts whose tables differ, or of which some have none, lose them, and have 8 bits. This is exact, except for scales and offsets that
+    are 2^29 times smaller than the largest.
     """
     assert mergeable(parts)
+    if not all(_same(parts[0].table, part.table) for part in parts):
+        parts = [part.without_table() for part in parts]
     first = parts[0]
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     scale = torch.cat([_refine(part, part.scale, group) for part in parts])
     offset = torch.cat([_refine(part, part.offset, group) for part in parts])
-    return pack("merged matrix", bits, torch.cat([part.codes for part in parts]), scale, offset, first.order)
+    return pack("merged matrix", bits, torch.cat([part.codes for part in parts]), scale, offset, first.order, first.table)
 
 
 def _refine(part: PackedWeight, table: Tensor, group: int) -> Tensor:
@@ -119,7 +139,7 @@ def _refine(part: PackedWeight, table: Tensor, group: int) -> Tensor:
     return (table.float() * part.factor).repeat_interleave(part.group // group, dim=1)
 
 
-def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)

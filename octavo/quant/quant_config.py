@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json: AWQ or GPTQ, each in the layouts that were published. No torch here: plans use it.
+"""Reads `quantization_config` of a config.json: AWQ, GPTQ or MXFP4, in the layouts that were published. No torch here: plans use it.
 
 A number or layout that would be read wrongly is refused by name. Everything else, such as who made it, is ignored.
 """
@@ -9,7 +9,8 @@ from typing import Any
 
 from octavo.errors import LoadError
 
-METHODS = ("awq", "gptq")
+METHODS = ("awq", "gptq", "mxfp4")
+MXFP4_GROUP = 32
 GROUPS = (128, 64, 32, 16)  # input columns that can share a scale in the packed form, largest first
 
 
@@ -78,7 +79,10 @@ class _Table:
         return tuple(value)
 
     def read(self) -> QuantConfig:
-        return self.awq() if self.choice("quant_method", METHODS) == "awq" else self.gptq()
+        method = self.choice("quant_method", METHODS)
+        if method == "mxfp4":  # experts alone, by the names of their tensors
+            return QuantConfig(method, bits=4, group_size=MXFP4_GROUP, modules_to_not_convert=self.names("modules_to_not_convert"))
+        return self.awq() if method == "awq" else self.gptq()
 
     def awq(self) -> QuantConfig:
         self.choice("version", ("gemm",), default="gemm")

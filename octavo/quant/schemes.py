@@ -99,6 +99,7 @@ class Packed:
 
 
 def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:
+    weight = weight.without_table()
     n, k = weight.shape
     block = block_size(weight.bits, weight.group)
     filling, span = -k % block, min(weight.group, block * weight.bits // 16)

@@ -22,14 +22,17 @@ from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
 from octavo.layers.context_parallel import over_regions
+from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
+from octavo.loading.renamed import under_rules
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.sharded import StagedCheckpoint, of_rank
+from octavo.loading.stacked import unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
-from octavo.models.registry import build_model
+from octavo.models.registry import build_model, family_of
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.gpu_size import captured_tokens
 from octavo.quant.schemes import Packed
@@ -120,7 +123,7 @@ def _native(
     with torch.inference_mode():
         weights = NativeWeights(stored, library, facts.dtype)
         limits = geometry.block_size, geometry.max_model_len, tokens
-        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, facts.place)
+        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, geometry.groups, facts.place)
     _log_loading(program, watch)
     if shadow is None:
         return program, store
@@ -186,8 +189,11 @@ def _open_stored(facts: Facts) -> StoredParameters:
         empty.keep(facts.place.stage)
         whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
-    stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
-    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size)
+    if dummy:
+        stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device)
+    else:
+        stored = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)
+    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)
     if facts.place.stage.count > 1:
         elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()
         found = StagedCheckpoint(found, facts.layers, elsewhere, facts.place.stage.last)

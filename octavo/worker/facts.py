@@ -101,7 +101,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
 
     `place`: of a rank, where the model is split; the facts are then those of this rank.
     """
-    sizes = place.comm.size, place.context.size
+    sizes = place.comm.size, place.context.size, config.expert_ranks
     stage, own = place.stage, rank_config(whole, *sizes)  # before anything is looked at: it may not be possible
     device = _choose_device(config)
     settled = suited(resolved(debug.overrule(config), device), describe(own))
@@ -133,7 +133,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         all_needs=all_needs,
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
-        backend=over_context(choose_backend(settled, dtype, on_device), place.context),
+        backend=over_context(choose_backend(settled, dtype, on_device, _features(describe(own))), place.context),
     )
 
 
@@ -144,6 +144,11 @@ def _meets_natively(place: Place) -> bool:
     if place.comm.rank == 0:
         logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
     return False
+
+
+def _features(model: ModelDescription) -> frozenset[str]:
+    """Returns what all layers together ask of their mixers."""
+    return frozenset(name for layer in model.kinds for name in layer.mixer.features)
 
 
 def _captures(place: Place) -> bool:
@@ -172,8 +177,11 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
     return library
 
 
-def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, int], computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are; random ones are floats. `ranks`: that share the model, and that share a context"""
+def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, ...], computes_codes: bool) -> ModelShape:
+    """Returns the shape of the weights there are; random ones are floats.
+
+    `ranks`: that share the model, that share a context, and that have whole experts each
+    """
     if config.load_format == "dummy":
         return ModelShape(source.name, model).of_rank(*ranks)
     shape, asked = shape_of(source, model).of_rank(*ranks), config.quantization

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import Matrix, address
+from octavo.kernels.cpu.library import Layer, Matrix, address
 from octavo.kernels.cpu.packing import unpack_rows
 from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.kv_store import Caches
@@ -48,7 +48,8 @@ class NativeAttention:
         self._call.octavo_write(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv))
 
     def read(self, layer: int, qkv: Tensor) -> Tensor:
-        out = torch.empty(len(qkv), self._model.heads * self._model.head_dim)
+        shape = self._model.layers[layer]
+        out = torch.empty(len(qkv), shape.heads * shape.head_dim)
         self._call.octavo_attend(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv), at(out))
         return out
 
@@ -80,8 +81,9 @@ class NativeLayers:
         for index, layer in enumerate(whole.layers):
             qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))
             news = sum_up(self._product(layer.output, self._attention.attend(index, qkv)))
-            gated = self._product(layer.gate_up, self._norm(stream, news, layer.mlp_norm), gated=True)
-            news = sum_up(self._product(layer.down, gated))
+            news = self._added(news, layer.attention_after_norm, layer.residual_scale)
+            news = sum_up(self._mlp(layer, self._norm(stream, news, layer.mlp_norm)))
+            news = self._added(news, layer.mlp_after_norm, layer.residual_scale)
         assert news is not None
         return stream, news
 
@@ -94,19 +96,38 @@ class NativeLayers:
 
     def _rows(self, index: Tensor) -> Tensor:
         if self._whole.embed is not None:
-            return self._whole.embed[index].float()
+            return self._scaled(self._whole.embed[index].float())
         assert self._whole.head is not None
-        return torch.from_numpy(unpack_rows(self._whole.head, index.numpy())).contiguous()
+        return self._scaled(torch.from_numpy(unpack_rows(self._whole.head, index.numpy())).contiguous())
 
-    def _norm(self, stream: Tensor, news: Tensor | None, weight: int) -> Tensor:
-        """Adds what is new to the stream, in place, and norms the sum."""
+    def _scaled(self, rows: Tensor) -> Tensor:
+        scale = self._whole.model.embedding_scale
+        return rows if scale == 1 else rows * scale
+
+    def _added(self, news: Tensor, weight: int | None, scale: float) -> Tensor:
+        """Returns what a sub-layer adds to the stream: what it gave, normed and scaled as the layer says."""
+        if weight is not None:
+            self._whole.library.call.octavo_add_rms_norm(at(news), None, weight, self._whole.model.eps, at(news), *news.shape)
+        return news if scale == 1 else news * scale
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        call = self._whole.library.call
+        if layer.mixture:
+            y = torch.empty_like(x)
+            call.octavo_mix(layer.mixture, layer.activation, at(x), at(y), len(x))
+            return y
+        gated = torch.empty(len(x), layer.gate_up.n // 2)
+        call.octavo_gate_up(ctypes.byref(layer.gate_up), layer.activation, at(x), at(gated), len(x), len(x))
+        return self._product(layer.down, gated)
+
+    def _norm(self, stream: Tensor, news: Tensor | None, weight: int | None) -> Tensor:
+        """Adds what is new to the stream, in place, and norms the sum, if there is a norm."""
         normed, added = torch.empty_like(stream), None if news is None else at(news)
         eps = self._whole.model.eps
         self._whole.library.call.octavo_add_rms_norm(at(stream), added, weight, eps, at(normed), *stream.shape)
         return normed
 
-    def _product(self, matrix: Matrix, x: Tensor, gated: bool = False) -> Tensor:
-        call = self._whole.library.call
-        y = torch.empty(len(x), matrix.n // 2 if gated else matrix.n)
-        (call.octavo_gate_up if gated else call.octavo_matmul)(ctypes.byref(matrix), at(x), at(y), len(x), len(x))
+    def _product(self, matrix: Matrix, x: Tensor) -> Tensor:
+        y = torch.empty(len(x), matrix.n)
+        self._whole.library.call.octavo_matmul(ctypes.byref(matrix), at(x), at(y), len(x), len(x))
         return y

@@ -5,14 +5,30 @@ the memory of steps. The interpreter's lock is released for the whole call.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.attention.backend import Rope
 from octavo.attention.spec import AttentionSpec, kv_buffers
-from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q8, Layer, Matrix, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import (
+    ACTIVATIONS,
+    BF16,
+    F16,
+    F32,
+    PANEL,
+    Q8,
+    Layer,
+    Matrix,
+    Mixture,
+    Model,
+    NativeLibrary,
+    Step,
+    address,
+)
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
@@ -20,8 +36,10 @@ from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.attention import build_rope
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
+from octavo.model_config import RopeConfig
 from octavo.policy.block_pool import NULL_BLOCK
-from octavo.policy.description import ModelDescription
+from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import ALONE, Forward, Place, Shape
 from octavo.worker.rank_sampling import RankSampling
@@ -33,11 +51,11 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 class NativeProgram:
     def __init__(
         self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
-        block_size: int, max_len: int, max_tokens: int, place: Place = ALONE,
+        block_size: int, max_len: int, max_tokens: int, groups: Sequence[CacheGroup] = (FULL,), place: Place = ALONE,
     ) -> None:  # fmt: skip
-        """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows.
+        """`model`: one that `native_refusal` does not refuse.
 
-        `place`: of the rank, if the weights are the part of one.
+        `groups`: as many as the table has block tables. `place`: of the rank, if the weights are the part of one.
         """
         self.vocab_size = model.vocab_size
         self.place = place
@@ -52,13 +70,16 @@ class NativeProgram:
         self._result = torch.zeros(len(table.words), dtype=torch.int32)
         self._last: tuple[StepTensors, Step] | None = None
         self._kept: list[Any] = []  # what the descriptors point to
-        self._inner = -(-model.layers[0].mlp.inner // PANEL) * PANEL  # the width of the MLP in whole panels
-        self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index) for index in range(len(model.layers))))
+        self._spans = [links * block_size for links in table.layout.links]  # tokens in a block of each cache group
+        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
+        self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
+        self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
         head = next((matrix.module for matrix in model.matrices if matrix.name == "head"), None)
         self.head = None if head is None else weights.matrix(head)  # None: another stage has it
         self._kept.append(self.embed)
-        self.model = self._describe(model, weights, block_size, max_len)
+        self.model = self._describe(model, weights)
         self._kept.append(caches)
         self.model = self.over(caches)
 
@@ -129,13 +150,14 @@ class NativeProgram:
         return self._last[1]
 
     def shared_tokens(self, step: StepTensors) -> Words:
-        """Returns for each entry how many of its first tokens lie in the same blocks as those of the entry before it."""
-        shared = np.zeros(len(step.row), np.int32)
-        if len(shared) > 1:
-            blocks = -(-int(step.context_len.numpy().max()) // self._block_size)
-            tables = step.tables[0].numpy()[:, :blocks]
-            same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
-            shared[1:] = np.logical_and.accumulate(same, axis=1).sum(axis=1) * self._block_size
+        """Returns for each cache group and entry how many of its first tokens lie in the same blocks as those of the entry before it."""
+        shared = np.zeros((len(self._spans), len(step.row)), np.int32)
+        if len(step.row) > 1:
+            longest = int(step.context_len.numpy().max())
+            for own, span, table in zip(shared, self._spans, step.tables.numpy()):
+                blocks = table[:, : -(-longest // span)]
+                same = (blocks[1:] == blocks[:-1]) & (blocks[1:] != NULL_BLOCK)
+                own[1:] = np.logical_and.accumulate(same, axis=1).sum(axis=1) * span
         return shared
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,6 +167,7 @@ class NativeProgram:
         """As a step of so many tokens makes them."""
         hidden, logits = hidden.contiguous(), torch.empty(len(hidden), self.model.vocab_rows)
         self.library.call.octavo_matmul(ctypes.byref(self.model.head), at(hidden), at(logits), len(hidden), tokens)
+        self.library.call.octavo_cap_logits(ctypes.byref(self.model), at(logits), logits.numel())
         return logits
 
     def over(self, caches: Caches) -> Model:
@@ -159,30 +182,58 @@ class NativeProgram:
         model.layers, model.cache_kind = layers, KINDS[kv_buffers(caches[0])[0].dtype]
         return model
 
-    def _layer(self, model: ModelDescription, weights: NativeWeights, index: int) -> Layer:
-        """The fields of a `Layer` have the names of the description."""
-        layer = Layer(window=model.layers[index].mixer.window or 0)
+    def _layer(self, model: ModelDescription, weights: NativeWeights, index: int, max_len: int) -> Layer:
+        """The fields of a `Layer`, and of a `Mixture`, have the names of the description."""
+        shape, group = model.layers[index], self.groups[index]
+        spec = cast(AttentionSpec, shape.mixer)
+        rope = self._rope(spec, max_len)
+        layer = Layer(
+            heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, rotary_dim=0 if spec.rope is None else spec.rotated,
+            whole_norm=spec.qk_norm == "whole", window=spec.window or 0, cache_group=group, block_size=self._spans[group],
+            activation=ACTIVATIONS[shape.mlp.activation], attention_scale=spec.scale, soft_cap=spec.soft_cap or 0.0,
+            residual_scale=shape.residual_scale, cos=at(rope.cos), sin=at(rope.sin),
+        )  # fmt: skip
         for vector in model.vectors:
             if vector.layer == index:
-                setattr(layer, vector.name, self._vector(weights, f"{vector.module}.weight"))
+                name = vector.module if vector.name == "sinks" else f"{vector.module}.weight"
+                setattr(layer, vector.name, self._vector(weights, name))
+        experts = shape.mlp.experts
+        mixture = None if experts is None else self._mixture(experts)
         for matrix in model.matrices:
             if matrix.layer == index:
-                columns = self._inner if matrix.name == "down" else 0  # it reads what gate and up wrote, in whole panels
-                setattr(layer, matrix.name, self._matrix(weights.matrix(matrix.module, matrix.gated, columns)))
+                # what reads gated numbers reads them in whole panels, as they were written
+                columns = -(-matrix.columns // PANEL) * PANEL if matrix.name in ("down", "experts_down", "shared_down") else 0
+                held = experts.held if experts is not None and matrix.name in EXPERT_STACKS else 1
+                packed = self._matrix(weights.matrix(matrix.module, matrix.gated, columns, held))
+                setattr(layer if mixture is None or hasattr(layer, matrix.name) else mixture, matrix.name, packed)
+        if mixture is not None:
+            layer.mixture = ctypes.pointer(mixture)
         return layer
 
-    def _describe(self, model: ModelDescription, weights: NativeWeights, block_size: int, max_len: int) -> Model:
-        spec = cast(AttentionSpec, model.layers[0].mixer)
-        assert spec.rope is not None
-        rope = build_rope(spec.rope, spec.head_dim, max_len)
-        self._kept.append(rope)
+    def _mixture(self, experts: Experts) -> Mixture:
+        first = experts.held * self.place.comm.rank if experts.ranks > 1 else 0
+        mixture = Mixture(
+            count=experts.count, chosen=experts.chosen, first=first, held=experts.held, over_all=experts.scores == "all",
+            normed=experts.normed,
+        )  # fmt: skip
+        self._kept.append(mixture)
+        return mixture
+
+    def _rope(self, spec: AttentionSpec, max_len: int) -> Rope:
+        """Layers that rotate alike share one table."""
+        key = spec.rope, spec.rotated
+        if key not in self._ropes:
+            self._ropes[key] = build_rope(*key, max_len)
+        return self._ropes[key]
+
+    def _describe(self, model: ModelDescription, weights: NativeWeights) -> Model:
         last_norm = next((vector.module for vector in model.vectors if vector.layer is None), None)  # None: another stage has it
         return Model(
-            num_layers=len(model.layers), hidden=model.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim, intermediate=self._inner, vocab=model.vocab_size, block_size=block_size,
+            num_layers=len(model.layers), hidden=model.hidden_size, vocab=model.vocab_size,
             embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
-            eps=model.norm.eps, attention_scale=spec.scale, layers=self.layers,
-            norm=None if last_norm is None else self._vector(weights, f"{last_norm}.weight"), cos=at(rope.cos), sin=at(rope.sin),
+            eps=model.norm.eps, embedding_scale=float(torch.tensor(model.embedding_scale, dtype=weights.dtype)),  # as its makers rounded it
+            logit_scale=model.logit_scale, logit_cap=model.logit_cap or 0.0, layers=self.layers,
+            norm=None if last_norm is None else self._vector(weights, f"{last_norm}.weight"),
             head=Matrix() if self.head is None else self._matrix(self.head), vocab_start=self._vocab_start,
             vocab_rows=self._vocab_rows(),
             group=None if self._comm is None else ctypes.pointer(self._comm.group),
@@ -207,6 +258,7 @@ def step_struct(step: StepTensors) -> Step:
     """Describes a step, but for what its entries share and for its results. The struct points to the arrays, and keeps none of them."""
     return Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
+        slot_stride=step.slots.stride(0), table_stride=step.tables.stride(0),
         token_ids=at(step.token_ids), positions=at(step.positions), slots=at(step.slots[0]), query_start=at(step.query_start),
         context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index),
     )  # fmt: skip

@@ -15,6 +15,7 @@ attention function runs over the regions, and must give the same output. The fir
 the same bits.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
@@ -66,7 +67,8 @@ class Shadow:
         """`context`: the ranks that share out the tokens of a block, if several do"""
         self._rank, self._ranks = (context.rank, context.size) if context else (0, 1)
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
-        length = max(-(-max_len // span) * span for span in self.spans)
+        whole = math.lcm(*self.spans)  # so that regions begin with a block in every group
+        length = -(-max_len // whole) * whole
         self.blocks = length // block_size  # of a region
         self.regions = ContiguousStore(specs, num_rows + 1, length // self._ranks, device)  # the last is padding's
         self.block_size = block_size
@@ -174,10 +176,11 @@ class Shadow:
 
     def contiguous(self, step: StepTensors) -> StepTensors:
         """Returns the step over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
-        tables = step.row[:, None] * self.blocks + torch.arange(step.tables.shape[2], dtype=torch.int32)
+        length, numbers = self.blocks * self.block_size, torch.arange(step.tables.shape[2], dtype=torch.int32)
+        tables = torch.stack([step.row[:, None] * (length // span) + numbers for span in self.spans])
         token_rows = step.row.long().repeat_interleave(step.query_start.diff())
-        slots = token_rows * self.blocks * self.block_size + step.positions
-        return replace(step, tables=tables[None], slots=slots[None])
+        slots = token_rows * length + step.positions
+        return replace(step, tables=tables, slots=slots.repeat(len(self.spans), 1))
 
     def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor) -> None:
         if not same_bits(paged, plain):
@@ -215,6 +218,7 @@ def shadowed(
         paged: ClassVar[bool] = paged_backend.paged
         layouts: ClassVar[tuple[str, ...]] = paged_backend.layouts
         captured: ClassVar[bool] = paged_backend.captured
+        features: ClassVar[tuple[str, ...]] = paged_backend.features
 
         def __init__(self, spec: AttentionSpec) -> None:
             self.over_blocks, self.over_regions = paged_backend(spec), plain_backend(spec)
@@ -236,13 +240,13 @@ def shadowed(
             self.over_regions.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
             return self.over_blocks.write(qkv, norms, rope, cache, paged)
 
-        def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+        def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
             if not shadow.watches:
-                return self.over_blocks.attend(q, cache, batch, out)
+                return self.over_blocks.attend(q, cache, batch, out, sinks)
             paged, plain = batch.attention
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
-            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
-            out = self.over_blocks.attend(q, cache, paged, out)
+            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out), sinks)
+            out = self.over_blocks.attend(q, cache, paged, out, sinks)
             used = int(batch.query_start[-1])  # behind it, in a padded step, lies whatever was there
             shadow.compare_outputs(self.layer, out[:used], reference[:used])
             return out
@@ -270,7 +274,7 @@ class ShadowedAttention:
 
     def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
         self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
-        self._caches, self._shadow = caches, shadow
+        self._caches, self._shadow, self._groups = caches, shadow, whole.groups
 
     def prepare(self, step: StepTensors, shared: Words) -> None:
         self._step = step
@@ -281,7 +285,8 @@ class ShadowedAttention:
         twin = qkv.clone()
         self._paged.write(layer, qkv)
         self._plain.write(layer, twin)
-        self._shadow.compare_caches(layer, self._caches[layer], self._step.row, self._step.context_len, self._step.tables[0])
+        table = self._step.tables[self._groups[layer]]
+        self._shadow.compare_caches(layer, self._caches[layer], self._step.row, self._step.context_len, table)
         out = self._paged.read(layer, qkv)
         self._shadow.compare_outputs(layer, out, self._plain.read(layer, twin))
         return out

@@ -31,6 +31,7 @@ BAD: dict[str, list[Any]] = {
     "tensor_parallel_size": [0, 2**40, None, *NO_INTEGERS],
     "pipeline_parallel_size": [0, 2**40, None, *NO_INTEGERS],
     "decode_context_parallel_size": [0, 2, 2**40, None, *NO_INTEGERS],  # 2 of one rank
+    "enable_expert_parallel": ["yes", None, 1],
     "distributed_executor_backend": ["uni", "Ray", "", None, 1],
     "max_num_seqs": [0, 2**40, *NO_INTEGERS],
     "max_num_batched_tokens": [0, *NO_INTEGERS],

@@ -31,6 +31,7 @@ WAYS: dict[str, list[Way]] = {
     "pipeline_parallel_size": [("2", ["-pp", "2"], 2), ("3", ["--pipeline-parallel-size", "3"], 3)],
     "tensor_parallel_size": [("2", ["-tp", "2"], 2), ("3", ["--tensor-parallel-size", "3"], 3)],
     "decode_context_parallel_size": [("1", ["-dcp", "1"], 1), ("1", ["--decode-context-parallel-size", "1"], 1)],
+    "enable_expert_parallel": [("true", ["--enable-expert-parallel"], True), ("false", ["--no-enable-expert-parallel"], False)],
     "distributed_executor_backend": [('"ray"', ["--distributed-executor-backend", "ray"], "ray")],
     "max_num_seqs": [("8", ["--max-num-seqs", "8"], 8), ('"auto"', ["--max-num-seqs", "auto"], None)],
     "max_num_batched_tokens": [("300", ["--max-num-batched-tokens", "300"], 300)],

@@ -23,6 +23,7 @@ from octavo.loading.requantized import DummyCheckpoint
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.models.registry import build_model
+from octavo.platforms import is_arm
 from octavo.policy.activations import step_bytes
 from octavo.policy.auto import resolved
 from octavo.policy.description import StepLoad
@@ -320,5 +321,5 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
     shape = model_shape(str(tmp_path))
     load = StepLoad(min(step, requests * prompt), requests, prompt if largest == "a mask" else 1, requests * length)
-    counted = step_bytes(shape.model, dtype, shape.needs(dtype, kv_cache_dtype=cache).kv_cache_dtype, load)
+    counted = step_bytes(shape.model, dtype, shape.needs(dtype, kv_cache_dtype=cache).kv_cache_dtype, load, is_arm())
     assert counted == pytest.approx(max(peaks), rel=0.05)

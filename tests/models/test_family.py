@@ -27,23 +27,22 @@ from octavo.errors import ConfigError, VerifyError
 from octavo.kernels.reference.layer import rotate
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm, NullComm
-from octavo.layers.linear import Linear, RowParallelLinear
+from octavo.layers.linear import Linear, RMSNorm, RowParallelLinear
 from octavo.loading.loader import weight_targets
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.messages import StepPlan
 from octavo.model_config import ConfigReader, ModelConfig, RopeConfig
 from octavo.models.decoder import Decoder
-from octavo.models.dense_family import FAMILY as DENSE
 from octavo.models.family import FAMILIES, Family, Rule, Rules, register, vector
-from octavo.models.registry import build_model, describe, read_config
+from octavo.models.llama_family import FAMILY as LLAMA
+from octavo.models.registry import build_model, describe, family_of, read_config
 from octavo.policy.auto import resolved, suited
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.description import LayerShape, MLPShape, ModelDescription, NormShape
 from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
-from octavo.policy.native_size import native_refusal
 from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
 from octavo.worker.request_table import RequestTable
 
@@ -300,39 +299,49 @@ def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(w
     mixer: Any = layer.mixer
     for other in (
         replace(layer, parallel=True), replace(layer, norm=replace(layer.norm, kind="layer")), replace(layer, mlp=MLPShape(8, "gelu")),
-        replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None)),
+        replace(layer, mixer=replace(mixer, alibi=True)), replace(layer, norm=replace(layer.norm, eps=1e-3)),
     ):  # fmt: skip
         assert not suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(other, other))).native
-    mixed = replace(dense, layers=(layer, replace(layer, mlp=MLPShape(8))))
-    assert not suited(resolved(EngineConfig(), "cpu"), mixed).native
-    windowed = replace(dense, layers=(layer, replace(layer, mixer=replace(mixer, window=4))))
-    assert suited(resolved(EngineConfig(), "cpu"), windowed).native
-    for device, refusal in (("cpu", native_refusal), ("cuda", graph_refusal)):
-        assert refusal(replace(dense, gives_back=True)) is None, "no layer has a window"
-        assert "layer 1 gives back the blocks behind its window" in (refusal(replace(windowed, gives_back=True)) or ""), device
+    windowed = replace(layer, mixer=replace(mixer, window=4))
+    for other in (
+        windowed, replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None, sinks=True)),
+        replace(layer, mlp=MLPShape(8, "geglu")), replace(layer, norms="both", residual_scale=0.5),
+    ):  # fmt: skip
+        assert suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(layer, other), gives_back=True)).native
+    for back, refused in ((False, None), (True, "layer 1 gives back the blocks behind its window")):
+        assert (refused or "") in (graph_refusal(replace(dense, layers=(layer, windowed), gives_back=back)) or "")
+    assert graph_refusal(replace(dense, gives_back=True)) is None, "no layer has a window"
+
+
+SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}  # fmt: skip
 
 
 def dense_config(**fields: object) -> ModelConfig:
-    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return read_config({"architectures": ["Qwen3ForCausalLM"], **shape, "num_key_value_heads": 2, "attention_bias": True, **fields}, "test")
+    return read_config({"architectures": ["Qwen3ForCausalLM"], **SHAPE, "mlp_bias": False, **fields}, "test")
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", DENSE.architectures)
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.model == LLAMA.model])
 def test_the_description_names_every_parameter_of_the_module(architecture: str, tied: bool) -> None:
-    config = dense_config(architectures=[architecture], tie_word_embeddings=tied, mlp_bias=True)
+    config = dense_config(architectures=[architecture], tie_word_embeddings=tied, mlp_bias=True, text_config=SHAPE)
     with torch.device("meta"):
-        model = build_model(config, torch.float32, load_backend("cpu"), NullComm(), max_len=1)
+        model = build_model(config, torch.bfloat16, load_backend("cpu"), NullComm(), max_len=1)
     described = describe(config)
     matrices = [*described.matrices, *([described.lookup] if described.lookup else [])]
     shapes: dict[str, tuple[int, ...]] = {f"{one.module}.weight": (one.rows, one.columns) for one in matrices}
     shapes |= {f"{one.module}.bias": (one.rows,) for one in matrices if one.bias}
     shapes |= {f"{one.module}.weight": (one.size,) for one in described.vectors}
+    assert {one.module for one in described.vectors if one.wide} == {name for name, norm in model.named_modules() if is_wide(norm)}
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == shapes
-    norms = {f"{DENSE.rules.checkpoint_module(one.module)}.weight" for one in described.vectors}
+    norms = {f"{family_of(config).rules.checkpoint_module(one.module)}.weight" for one in described.vectors}
     assert norms | {part for one in matrices for part in one.parts} == {name for name in weight_targets(model) if name.endswith(".weight")}
     summed = {name for name, module in model.named_modules() if isinstance(module, RowParallelLinear)}
     assert {one.module for one in matrices if one.split == "columns"} == summed
+
+
+def is_wide(module: nn.Module) -> bool:
+    return isinstance(module, RMSNorm) and module.weight.dtype == torch.float32
 
 
 def test_rules_may_have_several_numbers_and_know_gguf_names() -> None:
@@ -340,5 +349,5 @@ def test_rules_may_have_several_numbers_and_know_gguf_names() -> None:
     assert rules.checkpoint_module("layers.3.experts.14.gate_up", "up") == "model.layers.3.mlp.experts.14.up"
     assert rules.of_gguf("blk.3.ffn_up.14.weight") == "model.layers.3.mlp.experts.14.up.weight"
     assert rules.find("layers.3.experts.14.gate_up", "gate") is None
-    assert DENSE.rules.of_gguf("blk.12.attn_k.bias") == "model.layers.12.self_attn.k_proj.bias"
-    assert [DENSE.rules.of_gguf(name) for name in ("blk.1.ffn_gate_inp.weight", "rope_freqs.weight", "blk.1.attn_k.scale")] == [None] * 3
+    assert LLAMA.rules.of_gguf("blk.12.attn_k.bias") == "model.layers.12.self_attn.k_proj.bias"
+    assert [LLAMA.rules.of_gguf(name) for name in ("blk.1.ffn_gate_inp.weight", "rope_freqs.weight", "blk.1.attn_k.scale")] == [None] * 3

@@ -58,9 +58,9 @@ struct Case {
     std::map<std::string, Array> arrays;
     std::vector<Expected> expected;
 
-    double real(const std::string &name) const {
+    double real(const std::string &name, double otherwise = 0) const {
         auto found = numbers.find(name);
-        return found == numbers.end() ? 0 : found->second;
+        return found == numbers.end() ? otherwise : found->second;
     }
     int32_t number(const std::string &name) const { return int32_t(real(name)); }
     Array *find(const std::string &name) {

@@ -95,6 +95,7 @@ struct Packed {
         matrix.top = float(one.real(prefix + "top"));
         matrix.bias = one.get<float>(prefix + "bias");
         matrix.order = one.get<int32_t>(prefix + "order");
+        matrix.table = one.get<uint8_t>(prefix + "table");
         auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; };
         int64_t places = up(matrix.n, OCTAVO_PANEL) * up(matrix.k, std::max<int64_t>(matrix.group, OCTAVO_K_PAD));
         bool codes = matrix.kind == OCTAVO_Q8 || matrix.kind == OCTAVO_Q4;
@@ -119,7 +120,9 @@ void run_product(Case &one) {
         int64_t rows = counts.as<int64_t>()[i], n = gate ? packed.matrix.n / 2 : packed.matrix.n;
         std::vector<float> some(x.as<float>(), x.as<float>() + rows * packed.matrix.k);  // so that reading past it shows
         Results results{{"y", Result(size_t(rows * n) * sizeof(float))}};
-        (gate ? octavo_gate_up : octavo_matmul)(&packed.matrix, some.data(), results.at("y").as<float>(), rows, rows);
+        float *y = results.at("y").as<float>();
+        if (gate) octavo_gate_up(&packed.matrix, one.number("activation"), some.data(), y, rows, rows);
+        else octavo_matmul(&packed.matrix, some.data(), y, rows, rows);
         judge(one, one.title + ", " + std::to_string(rows) + " rows", results);
     }
 }
@@ -131,21 +134,53 @@ void run_norm(Case &one) {
     judge(one, one.title, results);
 }
 
+// The experts of a layer.
+struct Experts {
+    Mixture mixture{};
+    std::vector<Packed> packed;
+
+    Experts(Case &one, const std::string &prefix) {
+        mixture.count = one.number(prefix + "count"), mixture.chosen = one.number(prefix + "chosen");
+        mixture.first = one.number(prefix + "first"), mixture.held = int32_t(one.real(prefix + "held", mixture.count));
+        mixture.over_all = one.number(prefix + "over_all"), mixture.normed = one.number(prefix + "normed");
+        for (auto [name, matrix] : std::initializer_list<std::pair<const char *, Matrix *>>{
+                 {"router.", &mixture.router}, {"experts_gate_up.", &mixture.experts_gate_up}, {"experts_down.", &mixture.experts_down},
+                 {"shared_gate_up.", &mixture.shared_gate_up}, {"shared_down.", &mixture.shared_down}, {"shared_gate.", &mixture.shared_gate}})
+            if (one.real(prefix + name + "n") > 0) {
+                packed.emplace_back(one, prefix + name);
+                *matrix = packed.back().matrix;
+            }
+    }
+};
+
+void run_mixture(Case &one) {
+    Experts experts(one, "");
+    Array &counts = one.must("counts"), &x = one.must("x");
+    const int64_t hidden = experts.mixture.router.k;
+    for (int64_t i = 0; i < counts.count(); i++) {
+        int64_t tokens = counts.as<int64_t>()[i];
+        std::vector<float> some(x.as<float>(), x.as<float>() + tokens * hidden);
+        Results results{{"y", Result(size_t(tokens * hidden) * sizeof(float))}};
+        octavo_mix(&experts.mixture, one.number("activation"), some.data(), results.at("y").as<float>(), tokens);
+        judge(one, one.title + ", " + std::to_string(tokens) + " tokens", results);
+    }
+}
+
 // A model with the layers of a case, over caches that may be written. Attention alone has no weights.
 struct Decoder {
     Model model{};
     Step step{};
     std::vector<Layer> layers;
     std::vector<Packed> packed;
+    std::vector<std::unique_ptr<Experts>> experts;
     Results caches;
 
     explicit Decoder(Case &one) {
         model.num_layers = one.number("num_layers"), model.hidden = one.number("hidden"), model.vocab = one.number("vocab");
-        model.heads = one.number("heads"), model.kv_heads = one.number("kv_heads"), model.head_dim = one.number("head_dim");
-        model.intermediate = one.number("intermediate"), model.block_size = one.number("block_size");
         model.cache_kind = one.number("cache_kind"), model.embed_kind = one.number("embed_kind");
-        model.eps = float(one.real("eps")), model.attention_scale = float(one.real("attention_scale"));
-        model.embed = one.get<char>("embed"), model.norm = one.get<float>("norm"), model.cos = one.get<float>("cos"), model.sin = one.get<float>("sin");
+        model.eps = float(one.real("eps")), model.embedding_scale = float(one.real("embedding_scale", 1));
+        model.logit_scale = float(one.real("logit_scale", 1)), model.logit_cap = float(one.real("logit_cap"));
+        model.embed = one.get<char>("embed"), model.norm = one.get<float>("norm");
         for (int i = 0; i < model.num_layers; i++) layers.push_back(layer(one, "layer" + std::to_string(i) + "."));
         model.layers = layers.data();
         if (one.find("head.values") || one.find("head.codes")) model.head = weights(one, "head.");
@@ -174,10 +209,21 @@ private:
         made.q_norm = one.get<float>(prefix + "q_norm"), made.k_norm = one.get<float>(prefix + "k_norm");
         made.k_cache = cache(one, prefix, "k_cache"), made.v_cache = cache(one, prefix, "v_cache");
         made.k_scale = static_cast<float *>(cache(one, prefix, "k_scale")), made.v_scale = static_cast<float *>(cache(one, prefix, "v_scale"));
-        made.window = one.number(prefix + "window");
-        if (!made.attention_norm) return made;
+        made.heads = one.number("heads"), made.kv_heads = one.number("kv_heads"), made.head_dim = one.number("head_dim");
+        made.block_size = one.number("block_size"), made.attention_scale = float(one.real("attention_scale"));
+        made.window = one.number(prefix + "window"), made.rotary_dim = int32_t(one.real(prefix + "rotary_dim", made.head_dim));
+        made.cos = one.get<float>(prefix + "cos"), made.sin = one.get<float>(prefix + "sin"), made.sinks = one.get<float>(prefix + "sinks");
+        made.whole_norm = one.number(prefix + "whole_norm"), made.soft_cap = float(one.real(prefix + "soft_cap"));
+        made.residual_scale = float(one.real("residual_scale", 1)), made.activation = one.number("activation");
+        made.attention_after_norm = one.get<float>(prefix + "attention_after_norm"), made.mlp_after_norm = one.get<float>(prefix + "mlp_after_norm");
+        if (one.real(prefix + "qkv.n") == 0) return made;
         made.qkv = weights(one, prefix + "qkv."), made.output = weights(one, prefix + "output.");
-        made.gate_up = weights(one, prefix + "gate_up."), made.down = weights(one, prefix + "down.");
+        if (one.real(prefix + "mixture.count") > 0) {
+            experts.push_back(std::make_unique<Experts>(one, prefix + "mixture."));
+            made.mixture = &experts.back()->mixture;
+        } else {
+            made.gate_up = weights(one, prefix + "gate_up."), made.down = weights(one, prefix + "down.");
+        }
         return made;
     }
 };
@@ -192,7 +238,7 @@ void run_write(Case &one) {
 
 void run_attend(Case &one) {
     Decoder decoder(one);
-    Results results{{"out", Result(size_t(decoder.step.num_tokens * decoder.model.heads * decoder.model.head_dim) * sizeof(float))}};
+    Results results{{"out", Result(size_t(decoder.step.num_tokens * decoder.layers[0].heads * decoder.layers[0].head_dim) * sizeof(float))}};
     octavo_attend(&decoder.model, 0, &decoder.step, one.must("qkv").as<float>(), results.at("out").as<float>());
     judge(one, one.title, results);
 }
@@ -238,8 +284,8 @@ void run_noise(Case &one) {
 }
 
 const std::map<std::string, void (*)(Case &)> KERNELS = {
-    {"product", run_product}, {"gate_up", run_product}, {"norm", run_norm}, {"write", run_write}, {"attend", run_attend},
-    {"step", run_step},       {"argmax", run_step},     {"draw", run_draw}, {"rank", run_rank},   {"noise", run_noise}};
+    {"product", run_product}, {"gate_up", run_product}, {"mixture", run_mixture}, {"norm", run_norm}, {"write", run_write}, {"attend", run_attend},
+    {"step", run_step},       {"argmax", run_step},     {"draw", run_draw},       {"rank", run_rank}, {"noise", run_noise}};
 
 void run_file(const char *path) {
     std::ifstream file(path, std::ios::binary);

@@ -1,4 +1,5 @@
-"""Writing and attending on every level equal the torch twins: cache kinds, block sizes, groups of heads, head sizes, windows, threads.
+"""Writing and attending on every level equal the torch twins: cache kinds, block sizes, groups of heads, head sizes, windows, caps,
+sinks, heads that are rotated in part, threads.
 
 What no row has written is NaN in every case, so a slot read by mistake shows, whatever its weight.
 """
@@ -64,6 +65,39 @@ def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("level", LEVELS)
+def test_scores_are_capped_and_sinks_take_part_in_them(level: str, cache: str) -> None:
+    """In whole tasks, and where parts of a context are merged; with windows too."""
+    for threads in (1, 3):
+        with running(level, threads) as library:
+            for rows in (MIXED, ((1299, 1), (700, 1)), ((900, 33),)):
+                for cap, sinks, window in ((0.5, False, 0), (0.0, True, 0), (3.0, True, 0), (1.0, True, 40)):
+                    kind = {"cache_kind": CACHES[cache], "soft_cap": cap, "sinks": sinks, "window": window}
+                    check(AttentionCase(rows=rows, heads=6, seed=threads, **kind), library)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_heads_are_rotated_in_part_or_not_at_all_and_normed_one_by_one_or_as_one(level: str) -> None:
+    with running(level, 2) as library:
+        for rotary, dim in ((0, 32), (2, 32), (16, 64), (20, 80), (48, 64)):
+            for whole in (False, True):
+                check(AttentionCase(rows=MIXED, head_dim=dim, rotary_dim=rotary, qk_norm=True, whole_norm=whole, cache_kind=F32), library)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_lies_behind_a_window_is_not_read(level: str, cache: str) -> None:
+    """The null block stands in the table there, as where blocks were given back: its keys are NaN here."""
+    for rows in (((1299, 1), (700, 1)), ((900, 33),), MIXED):
+        case = AttentionCase(rows=rows, window=50, cache_kind=CACHES[cache], block_size=8, sinks=True)
+        with running(level, 3) as library:
+            before, whole = case.past(), case.run(library)[1]
+            for row, (past, _) in enumerate(rows):
+                case.tables[row, : max(0, past - case.window + 1) // case.block_size] = 0
+            assert np.isfinite(whole).all() and np.array_equal(case.run(library, before)[1], whole)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
 def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str) -> None:
     """Few tasks and long contexts: parts, also such that the last parts are short, empty, or wholly behind the window."""
     for threads in (1, 3):
@@ -96,6 +130,10 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         cache_kind=draw(st.sampled_from((F32, BF16, F16, Q8))),
         window=draw(st.one_of(st.just(0), st.integers(1, 200))),
         qk_norm=draw(st.booleans()),
+        whole_norm=draw(st.booleans()),
+        rotary_dim=draw(st.sampled_from((None, 0, 8, 16))),
+        soft_cap=draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
+        sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 

@@ -5,7 +5,7 @@ import pytest
 
 from octavo.kernels.cpu.levels import gate_up, matmul
 from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
-from octavo.kernels.cpu.packing import Floats, pack_float
+from octavo.kernels.cpu.packing import Floats, pack_float, unpack_rows
 from tests.support.native import error, levels_here, running
 from tests.support.native_weights import FEW_ROWS, TOLERANCE, form_of, gated, make_weights
 
@@ -60,6 +60,40 @@ def test_gate_and_up_are_multiplied_in_one_pass(level: str, kind: int, group: in
                     assert error(got, good) < 2 * TOLERANCE[form], (n, k, rows, threads)
 
 
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("level", LEVELS)
+def test_codes_are_looked_up_in_a_table(level: str, group: int) -> None:
+    """In products of few rows and of many, gated and not, and where rows are read out of the panels."""
+    random = np.random.default_rng(group)
+    for threads, (n, k) in ((1, (17, 7)), (2, (48, 100)), (1, (96, 257)), (2, (32, 128))):
+        with running(level, threads) as library:
+            weights = make_weights(library, random, n, k, Q4, group, plain=threads == 2, tabled=True)
+            x = random.standard_normal((MOST_ROWS, k), np.float32)
+            for rows in (1, 2, 3, 4, 5, FEW_ROWS, FEW_ROWS + 1, 33, MOST_ROWS):
+                form = form_of(level, Q4, rows)
+                good = weights.product(x[:rows], form)
+                assert error(matmul(library, weights.packed, x[:rows].copy()), good) < TOLERANCE[form], (n, k, rows)
+                if n % 32 == 0:
+                    assert error(gate_up(library, weights.packed, x[:rows].copy()), gated(good)) < 2 * TOLERANCE[form], (n, k, rows)
+            found = unpack_rows(weights.packed, np.arange(n))
+            expected = weights.exact if weights.order is None else weights.exact[:, np.argsort(weights.order)]
+            assert error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("kind, group", [(F32, 0), (BF16, 0), (F16, 0), (Q8, 32), (Q4, 32)], ids=str)
+@pytest.mark.parametrize("activation", ["geglu", "clamped"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_other_gates(level: str, activation: str, kind: int, group: int) -> None:
+    random = np.random.default_rng(9)
+    with running(level) as library:
+        weights = make_weights(library, random, 96, 100, kind, group)
+        x = random.standard_normal((MOST_ROWS, 100), np.float32)
+        for rows in (1, 3, 17, 40):
+            form = form_of(level, kind, rows)
+            good = gated(weights.product(x[:rows], form), activation)
+            assert error(gate_up(library, weights.packed, x[:rows].copy(), activation), good) < 2 * TOLERANCE[form], rows
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_gate_holds_far_out(level: str) -> None:
     """silu where exp is tiny, huge, and beyond a float."""
@@ -69,10 +103,15 @@ def test_the_gate_holds_far_out(level: str) -> None:
     x = np.zeros((1, 64), np.float32)
     x[0, 0] = 1
     with running(level) as library:
-        got = gate_up(library, pack_float(library, weights), x)[0]
+        got = {name: gate_up(library, pack_float(library, weights), x, name)[0] for name in ("swiglu", "geglu", "clamped")}
     wide = gate.astype(np.float64)
     expected = wide / (1 + np.exp(-np.maximum(wide, -300)))
-    assert (np.abs(got - expected) <= 1e-6 * np.abs(expected) + 1e-30).all()
+    assert (np.abs(got["swiglu"] - expected) <= 1e-6 * np.abs(expected) + 1e-30).all()
+    expected = wide / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    assert (np.abs(got["geglu"] - expected) <= 2e-6 * np.abs(expected) + 1e-30).all()
+    held = np.minimum(wide, 7)
+    expected = 2 * held / (1 + np.exp(-1.702 * np.maximum(held, -300)))
+    assert (np.abs(got["clamped"] - expected) <= 1e-6 * np.abs(expected) + 1e-30).all()
 
 
 @pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)

@@ -7,10 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import Cache
-from octavo.kernels.cpu.library import BF16, F32, Q4, Q8
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
 from octavo.kernels.cpu.packing import pack_float
-from tests.support.native import levels_here, running
-from tests.support.native_step import BATCHES, Decoder
+from tests.support.native import error, levels_here, running
+from tests.support.native_step import BATCHES, KINDS, Decoder
 
 LEVELS = levels_here()
 
@@ -31,6 +31,47 @@ def test_a_step_is_its_parts_one_after_the_other(level: str, kind: int, group: i
                 parts.by_parts()
                 assert np.isfinite(once.hidden).all() and np.isfinite(once.logits).all()
                 assert same(once.results(), parts.results()), (threads, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_so_is_a_step_of_every_kind_of_layer(level: str, kind: str) -> None:
+    for threads, weights, group, cache_kind in ((1, F32, 0, F32), (3, Q4, 32, Q8), (2, BF16, 0, F16)):
+        with running(level, threads) as library:
+            decoder = Decoder(library, weights, group, F32, cache_kind, shape=KINDS[kind])
+            for rows in BATCHES:
+                once, parts = decoder.step(rows), decoder.step(rows)
+                once.at_once()
+                parts.by_parts()
+                assert np.isfinite(once.hidden).all() and np.isfinite(once.logits).all()
+                assert same(once.results(), parts.results()), (threads, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_of_every_kind_of_layer_is_what_torch_makes_of_it(level: str, kind: str) -> None:
+    with running(level, 2) as library:
+        decoder = Decoder(library, F32, 0, F32, F32, shape=KINDS[kind])
+        for rows in BATCHES:
+            native, twin = decoder.step(rows), decoder.step(rows)
+            native.at_once()
+            twin.by_twins(lambda weights, x, _: weights.product(x, "floats"))
+            assert error(native.hidden, twin.hidden) < 1e-4 and error(native.logits, twin.logits) < 1e-4, rows
+            assert np.array_equal(native.best, twin.best)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_layers_may_have_block_tables_of_their_own(level: str) -> None:
+    """The same step over caches whose blocks lie elsewhere and are of another size gives the same bits."""
+    with running(level, 2) as library:
+        decoder = Decoder(library, F32, 0, F32, F32, shape=KINDS["gemma"])
+        for rows in BATCHES:
+            alike, apart = decoder.step(rows), decoder.step(rows)
+            alike.at_once()
+            for index in (0, 2):
+                apart.move(index, block_size=8)
+            apart.at_once()
+            assert same([apart.hidden, apart.logits], [alike.hidden, alike.logits])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -19,6 +19,12 @@ def make(n: int, k: int, bits: int, group: int, seed: int, exponent: int = 0, or
     return PackedWeight(bits, group, codes, scale, offset, 2.0**exponent, order)
 
 
+def with_table(packed: PackedWeight, seed: int) -> PackedWeight:
+    """The same codes, which stand for other numbers."""
+    dice = torch.Generator().manual_seed(seed)
+    return replace(packed, bits=4, codes=packed.codes % 16, table=torch.randint(0, 256, (16,), generator=dice, dtype=torch.uint8))
+
+
 def shuffled(k: int, seed: int) -> torch.Tensor:
     return torch.randperm(k, generator=torch.Generator().manual_seed(seed)).int()
 
@@ -32,7 +38,8 @@ def weights(draw: st.DrawFn) -> PackedWeight:
     group, seed = draw(st.sampled_from(GROUPS)), draw(st.integers(0, 999))
     k = draw(columns(group))
     order = shuffled(k, seed) if draw(st.booleans()) else None
-    return make(draw(st.integers(1, 6)), k, draw(st.sampled_from((4, 8))), group, seed, draw(st.integers(-30, 10)), order)
+    packed = make(draw(st.integers(1, 6)), k, draw(st.sampled_from((4, 8))), group, seed, draw(st.integers(-30, 10)), order)
+    return with_table(packed, seed) if draw(st.booleans()) else packed
 
 
 @given(weights())
@@ -41,13 +48,17 @@ def test_each_weight_is_its_formula(packed: PackedWeight) -> None:
     dense = packed.dequantize()
     n, k = packed.shape
     order = range(k) if packed.order is None else packed.order.tolist()
-    codes, scale, offset = packed.codes.tolist(), packed.scale.tolist(), packed.offset.tolist()
+    scale, offset = packed.scale.tolist(), packed.offset.tolist()
+    values = list(range(256)) if packed.table is None else packed.table.tolist()
+    codes = [[values[code] for code in row] for row in packed.codes.tolist()]
     for row in range(n):
         for j in range(0, k, 7):
             group = j // packed.group
             value = (scale[row][group] * codes[row][j] + offset[row][group]) * packed.factor  # in float64
             assert dense[row, order[j]].item() == pytest.approx(value, rel=2**-20, abs=2**-20 * packed.factor)
     assert dense.dtype == torch.float32
+    plain = packed.without_table()
+    assert plain.table is None and torch.equal(plain.dequantize(), dense)
 
 
 @given(weights(), st.integers(0, 6), st.integers(0, 6), st.integers(0, 99))
@@ -73,6 +84,15 @@ def test_merged_weights_are_the_weights_of_the_parts(data: st.DataObject) -> Non
     merged = concatenate(parts)
     assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
     assert (merged.bits, merged.group) == (max(part.bits for part in parts), min(groups))
+
+
+def test_merged_parts_keep_the_table_that_all_of_them_have() -> None:
+    one, other = make(3, 64, 4, 32, 0), make(2, 64, 4, 16, 1)
+    same, different = [with_table(one, 1), with_table(other, 1)], [with_table(one, 1), with_table(other, 2)]
+    for parts, bits in ((same, 4), (different, 8), ([same[0], other], 8)):
+        merged = concatenate(parts)
+        assert merged.bits == bits and (merged.table is None) is (bits == 8)
+        assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
 @given(weights())
@@ -126,6 +146,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ({"scale": good.scale[:, :1]}, r"scale torch.float16 \[4, 1\], expected torch.float16 \[4, 2\]"),
         ({"offset": good.offset.float()}, "offset torch.float32"),
         ({"order": shuffled(32, 0)}, r"order torch.int32 \[32\]"),
+        ({"table": torch.zeros(8, dtype=torch.uint8)}, r"table torch.uint8 \[8\]"),
+        ({"bits": 8, "table": torch.zeros(16, dtype=torch.uint8)}, "a table for codes of 8 bits"),
     ):
         with pytest.raises(LoadError, match=message):
             replace(good, **wrong)

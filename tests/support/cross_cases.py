@@ -7,7 +7,7 @@ stay near rounding: what is off by more is a mistake.
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from octavo.config import CpuIsa
 from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8
 from octavo.kernels.cpu.packing import Floats
-from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.layer import add_rms_norm
-from octavo.kernels.reference.philox import uniform
 from tests.support.case_file import Case, Expected, write_cases
-from tests.support.draws import Row, allowed, draws_of, logits_of, make_logits
+from tests.support.cross_sampling import sampling_cases
+from tests.support.draws import make_logits
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, stored_twin, written_twin
-from tests.support.native_step import BATCHES, HIDDEN, INNER, Decoder
+from tests.support.native_mixture import Choice, MixtureWeights
+from tests.support.native_step import BATCHES, HIDDEN, INNER, KINDS, Decoder, Multiply
 from tests.support.native_weights import FEW_ROWS, TOLERANCE, Weights, form_of, gated, make_weights
 
 LEVELS = get_args(CpuIsa)[1:]
@@ -54,11 +54,12 @@ def with_weights(case: Case, weights: Weights, prefix: str = "") -> None:
     n, k = weights.exact.shape
     numbers = {"kind": weights.kind, "group": weights.group, "n": n, "k": k, "factor": weights.factor}
     if weights.kind in (Q8, Q4):
-        numbers["top"] = packing._top(weights.source["scale"], weights.source["offset"], weights.kind)
+        numbers["top"] = packing._top(weights.source["scale"], weights.source["offset"], weights.kind, weights.table)
     if weights.kind == F16:
         numbers["factor"] = packing._half_factor(weights.exact)
     case.numbers |= {prefix + name: value for name, value in numbers.items()}
-    case.arrays |= {prefix + name: array for name, array in {**weights.source, "bias": weights.bias, "order": weights.order}.items()}
+    beside = {"bias": weights.bias, "order": weights.order, "table": weights.table}
+    case.arrays |= {prefix + name: array for name, array in {**weights.source, **beside}.items()}
 
 
 # ---- products
@@ -80,15 +81,33 @@ def product_cases() -> Iterator[Case]:
         yield picked_rows_case(np.random.default_rng(kind), kind)
 
 
-def products(random: np.random.Generator, name: str, weights: Weights, gate: bool, bad: float = 0.0) -> Iterator[Case]:
+def tabled_cases() -> Iterator[Case]:
+    """Codes of 4 bits that stand for the numbers of a table; and gates of other kinds."""
+    random = np.random.default_rng(16)
+    for group in (16, 32, 128):
+        for n, k, plain in ((17, 7, False), (48, 128, True), (100, 257, False)):
+            weights = make_weights(None, random, n, k, Q4, group, plain, tabled=True)
+            yield from products(random, f"4-bit by a table in groups of {group}, {n} x {k}", weights, False)
+        weights = make_weights(None, random, 96, 65, Q4, group, tabled=True)
+        yield from products(random, f"4-bit by a table in groups of {group}", weights, True)
+    for activation in ("geglu", "clamped"):
+        for kind, group in ((F32, 0), (BF16, 0), (Q8, 32)):
+            weights = make_weights(None, random, 96, 100, kind, group)
+            yield from products(random, f"{KIND_NAMES[kind]}, {activation}", weights, True, activation=activation)
+
+
+def products(
+    random: np.random.Generator, name: str, weights: Weights, gate: bool, bad: float = 0.0, activation: str = "swiglu"
+) -> Iterator[Case]:
     for rows in ROW_COUNTS:
         x = random.standard_normal((rows[-1], weights.exact.shape[1]), np.float32)
         case = Case("gate_up" if gate else "product", name, {"gate": gate}, {"x": x, "counts": np.array(rows)})
+        case.numbers["activation"] = ACTIVATIONS[activation]
         with_weights(case, weights)
         for form, levels in levels_by_form(weights.kind, rows[0]).items():
             y = weights.product(x, form)
             tolerance = TOLERANCE[form] * (2 if gate else 1)
-            case.expected.append(Expected("y", form, gated(y) if gate else y, "largest", tolerance, levels))
+            case.expected.append(Expected("y", form, gated(y, activation) if gate else y, "largest", tolerance, levels))
         if bad:
             at = rows[0] - 1  # in every count
             case.arrays["x"] = x = x.copy()
@@ -114,6 +133,35 @@ def picked_rows_case(random: np.random.Generator, kind: int) -> Case:
     with_weights(case, picked)
     case.expected.append(Expected("y", "codes", picked.product(x, "codes"), "largest", TOLERANCE["codes"]))
     return case
+
+
+# ---- mixtures
+
+
+def mixture_cases() -> Iterator[Case]:
+    random, tokens = np.random.default_rng(8), (1, 2, 40)
+    for choice in (Choice(16, 2), Choice(9, 4, normed=False, shared_inner=32), Choice(5, 3, over_all=False)):
+        for kind, group in ((F32, 0), (BF16, 0), (F16, 0), (Q8, 32), (Q4, 16)):
+            weights = MixtureWeights.make(None, random, choice, HIDDEN, INNER, kind, group, plain=choice.count == 16, tabled=kind == Q4)
+            for count in tokens:
+                x = random.standard_normal((count, HIDDEN), np.float32)
+                title = f"{choice.chosen} of {choice.count} experts, {KIND_NAMES[kind]}"
+                case = Case("mixture", title, {"activation": 0}, {"x": x, "counts": np.array([count])})
+                with_mixture(case, weights)
+                for form, levels in levels_by_form(kind, count).items():
+                    y = weights.twin(x, "swiglu", multiply_as(levels[0]))
+                    case.expected.append(Expected("y", form, y, "largest", NEAR if kind == F32 else STEP, levels))
+                yield case
+
+
+def multiply_as(level: str) -> Multiply:
+    return lambda weights, x, rows: weights.product(x, form_of(level, weights.kind, rows))
+
+
+def with_mixture(case: Case, weights: MixtureWeights, prefix: str = "") -> None:
+    case.numbers |= {prefix + name: value for name, value in asdict(weights.choice).items()}
+    for name, part in weights.parts.items():
+        with_weights(case, part, f"{prefix}{name}.")
 
 
 # ---- norms
@@ -144,9 +192,13 @@ def attention_cases() -> Iterator[Case]:
         groups = ((1, 1), (1, 3), (3, 1), (5, 3), (7, 1), (8, 1))  # heads that share a kv head, and how many of these there are
         mixes += [replace(base, heads=group * kv, kv_heads=kv, qk_norm=kv == 1, seed=group) for group, kv in groups]
         mixes += [replace(base, window=window, seed=window) for window in (1, 15, 17, 64, 100)]
+        mixes += [replace(base, rotary_dim=dim, qk_norm=True, whole_norm=dim != 8, seed=dim) for dim in (0, 8, 20)]
+        mixes += [replace(base, soft_cap=cap, sinks=cap != 2, window=20 if cap else 0) for cap in (0.0, 0.5, 2.0)]
         longer = []
         for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((900, 33),), ((0, 300),)):
             longer += [replace(base, rows=rows, heads=2, kv_heads=1, window=window) for window in (0, 300)]
+        beside = {"rows": ((1299, 1), (900, 33)), "sinks": True}
+        longer += [replace(base, soft_cap=cap, window=window, **beside) for cap, window in ((0.0, 0), (1.0, 300))]  # type: ignore[arg-type]
         longer += [replace(base, rows=TOGETHER[0], shared=TOGETHER[1], heads=6, window=window) for window in (0, 100)]
         longer.append(replace(base, rows=MANY_TOGETHER[0], shared=MANY_TOGETHER[1], heads=6))
         for case in mixes + longer:
@@ -169,6 +221,8 @@ def attention_cases() -> Iterator[Case]:
 def title_of(case: AttentionCase) -> str:
     rows = f"{case.rows[0][1]} after {case.rows[0][0]}" + (f" and {len(case.rows) - 1} more rows" if len(case.rows) > 1 else "")
     asides = [f"window {case.window}"] * bool(case.window) + ["normed"] * case.qk_norm + ["shared"] * bool(case.shared)
+    asides += ["as one"] * case.whole_norm + [f"rotated {case.rotated}"] * (case.rotary_dim is not None)
+    asides += [f"capped at {case.soft_cap}"] * bool(case.soft_cap) + ["sinks"] * case.sinks
     return ", ".join([f"heads {case.heads}/{case.kv_heads} of {case.head_dim}", f"blocks of {case.block_size}", rows, *asides])
 
 
@@ -207,10 +261,18 @@ def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, ca
     found = Case(kernel, title, model_numbers(case), step_arrays(case))
     found.arrays |= {"qkv": qkv, **cache_arrays(caches)}
     found.arrays["shared"] = np.array(case.shared or [0] * len(case.rows), np.int32) * np.int32(case.block_size)
-    found.numbers["layer0.window"] = case.window
+    with_attention(found, case)
     if case.norms is not None:
         found.arrays |= {"layer0.q_norm": case.norms[0], "layer0.k_norm": case.norms[1]}
     return found
+
+
+def with_attention(found: Case, case: AttentionCase, layer: int = 0) -> None:
+    """What a layer's attention is, beside what all layers have alike."""
+    numbers = {"window": case.window, "rotary_dim": case.rotated, "whole_norm": case.whole_norm, "soft_cap": case.soft_cap}
+    arrays = {"cos": np.cos(case.angles), "sin": np.sin(case.angles), "sinks": case.sink_scores}
+    found.numbers |= {f"layer{layer}.{name}": number for name, number in numbers.items()}
+    found.arrays |= {f"layer{layer}.{name}": array for name, array in arrays.items() if array is None or array.size}
 
 
 def model_numbers(case: AttentionCase) -> dict[str, float]:
@@ -223,7 +285,7 @@ def model_numbers(case: AttentionCase) -> dict[str, float]:
 def step_arrays(case: AttentionCase) -> dict[str, NDArray[Any] | None]:
     return {
         "positions": case.positions, "slots": case.new_slots, "query_start": case.query_start, "context_len": case.context_len,
-        "tables": case.tables, "cos": np.cos(case.angles), "sin": np.sin(case.angles),
+        "tables": case.tables,
     }  # fmt: skip
 
 
@@ -243,23 +305,31 @@ def step_cases() -> Iterator[Case]:
         decoder = Decoder(None, kind, group, embed_kind, cache_kind)
         for rows in BATCHES:
             yield step_case(decoder, rows)
+    for name, shape in KINDS.items():
+        for kind, group, cache_kind in ((F32, 0, F32), (Q4, 32, Q8)):
+            decoder = Decoder(None, kind, group, F32, cache_kind, shape=shape)
+            yield from (step_case(decoder, rows, f"as {name}, ") for rows in BATCHES)
 
 
-def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...]) -> Case:
-    run = decoder.step(rows)
-    title = f"{KIND_NAMES[decoder.kind]} weights, {len(run.ids)} tokens in {len(rows)} rows"
+def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...], name: str = "") -> Case:
+    run, shape = decoder.step(rows), decoder.shape
+    title = f"{name}{KIND_NAMES[decoder.kind]} weights, {len(run.ids)} tokens in {len(rows)} rows"
     case = Case("step", title, model_numbers(run.case), step_arrays(run.case))
-    case.numbers |= {"num_layers": len(decoder.layers), "hidden": HIDDEN, "intermediate": INNER, "vocab": decoder.vocab}
-    case.numbers["embed_kind"] = decoder.embed_kind
+    case.numbers |= {"num_layers": len(decoder.layers), "hidden": HIDDEN, "vocab": decoder.vocab, "embed_kind": decoder.embed_kind}
+    case.numbers |= {"activation": ACTIVATIONS[shape.activation], "residual_scale": shape.residual_scale, "logit_cap": shape.logit_cap}
+    case.numbers |= {"embedding_scale": shape.embedding_scale, "logit_scale": shape.logit_scale}
     case.arrays |= {"token_ids": run.ids, "sample_index": run.samples, "embed": run.embed, "norm": decoder.norm}
     with_weights(case, decoder.head, "head.")
     for index, (parts, caches) in enumerate(zip(decoder.layers, run.caches)):
         case.arrays |= cache_arrays(caches, index)
-        for name, part in parts.items():
+        with_attention(case, run.cases[index], index)
+        for part_name, part in parts.items():
             if isinstance(part, Weights):
-                with_weights(case, part, f"layer{index}.{name}.")
+                with_weights(case, part, f"layer{index}.{part_name}.")
+            elif isinstance(part, MixtureWeights):
+                with_mixture(case, part, f"layer{index}.mixture.")
             else:
-                case.arrays[f"layer{index}.{name}"] = part
+                case.arrays[f"layer{index}.{part_name}"] = part
     for form, levels in levels_by_form(decoder.kind, len(run.ids)).items():
         case.expected += step_results(decoder, rows, form, levels)
     return case
@@ -267,7 +337,7 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...]) -> Case:
 
 def step_results(decoder: Decoder, rows: tuple[tuple[int, int], ...], form: str, levels: tuple[str, ...]) -> list[Expected]:
     run = decoder.step(rows)
-    run.by_twins(lambda weights, x: weights.product(x, form_of(levels[0], weights.kind, len(run.ids))))
+    run.by_twins(multiply_as(levels[0]))
     tolerance = STEP_IN_FLOATS if decoder.kind == decoder.cache_kind == F32 else STEP
     return [Expected(name, form, getattr(run, name), "largest", tolerance, levels) for name in ("hidden", "logits")]
 
@@ -280,7 +350,6 @@ def argmax_cases() -> Iterator[Case]:
             head, one = np.zeros((vocab, 64), np.float32), np.zeros((1, 64), np.float32)
             head[:, 0], one[0, 0] = logits / 8, 1
             case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0, "eps": 0})
-            case.numbers |= {"heads": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16, "attention_scale": 1.0, "intermediate": 16}
             zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2, dtype=np.int32), "context_len": np.ones(1, np.int32)}
             ends["tables"] = np.zeros((1, 1), np.int32)
             case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "sample_index": zero, **ends}
@@ -291,47 +360,8 @@ def argmax_cases() -> Iterator[Case]:
             yield case
 
 
-# ---- sampling
-
-
-FILTERS: tuple[dict[str, Any], ...] = (
-    {}, {"top_k": 1}, {"top_k": 7}, {"top_k": 126}, {"top_k": 999}, {"top_p": 0.2}, {"top_p": 0.9}, {"top_p": 0.999999}, {"min_p": 0.1},
-    {"min_p": 1e-6}, {"top_k": 50, "top_p": 0.9}, {"top_k": 5, "top_p": 0.8, "min_p": 0.1},
-)  # fmt: skip
-
-
-def sampling_cases() -> Iterator[Case]:
-    for vocab in (1, 15, 127, 128, 129, 1000, 20_000):
-        rows = []
-        for number, kind in enumerate(("normal", "ties", "equal", "zeros", "masked", "one", "peak")):
-            for place, filters in enumerate(FILTERS):
-                noise = (number, 2**32 - 1 - place, 3, vocab)
-                rows.append(Row(kind, 100 * number + place, (0.7, 1.0, 1.3, 1e-3)[place % 4], noise=noise, position=place, **filters))
-        yield from drawn_and_ranked(rows if vocab < 20_000 else rows[:12], vocab)
-    for noise, position, vocab in (((1, 2, 3, 4), 7, 1), ((2**32 - 1,) * 4, 2**32 - 1, 515), ((0, 0, 0, 0), 0, 700)):
-        numbers = uniform(torch.tensor([noise]), torch.tensor([position]), vocab)[0].numpy()
-        arrays = {"noise": np.array(noise)}
-        yield Case("noise", f"of {vocab} tokens", {"position": position}, arrays, [Expected("numbers", "floats", numbers)])
-
-
-def drawn_and_ranked(rows: list[Row], vocab: int) -> Iterator[Case]:
-    """Only rows of which exact arithmetic allows a single id: a float's last bit must not decide."""
-    single = [len(ids) == 1 for ids in allowed(logits_of(rows, vocab), draws_of(rows))]
-    rows = [row for row, alone in zip(rows, single) if alone]
-    assert len(rows) > 0.8 * len(single), f"{len(rows)} of {len(single)} rows of {vocab} tokens are left"
-    logits, draws = logits_of(rows, vocab), draws_of(rows)
-    ids = twin.draw(logits, draws)
-    arrays = {name: getattr(draws, name).numpy() for name in ("temperature", "top_p", "min_p", "top_k", "noise", "positions")}
-    expected = [Expected("ids", "floats", ids.numpy())]
-    yield Case("draw", f"{len(rows)} rows of {vocab}", {}, {"logits": logits.numpy(), **arrays}, expected)
-    ranking = twin.rank(logits, ids, min(20, vocab))
-    exact = [Expected(name, "floats", getattr(ranking, name).numpy().copy()) for name in ("chosen", "ranks", "near", "near_ids")]
-    totals = Expected("totals", "floats", ranking.totals.numpy(), "each", 5e-7 + vocab / twin.ONE)
-    yield Case("rank", f"{len(rows)} rows of {vocab}", {}, {"logits": logits.numpy(), "ids": ids.numpy()}, [*exact, totals])
-
-
 def all_cases() -> Iterator[Case]:
-    for some in (product_cases, norm_cases, attention_cases, step_cases, argmax_cases, sampling_cases):
+    for some in (product_cases, tabled_cases, mixture_cases, norm_cases, attention_cases, step_cases, argmax_cases, sampling_cases):
         yield from some()
 
 

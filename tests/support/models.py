@@ -138,15 +138,15 @@ def to_gguf(
     architecture = GGUF_ARCHITECTURES[config["architectures"][0]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
-    _write_keys(writer, config)
+    write_keys(writer, config)
     for name, weight in load_file(folder / "model.safetensors").items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            weight = _interleaved(weight, heads)
+            weight = interleaved(weight, heads)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        _write_tensor(writer, target, weight, next((other for part, other in (kinds or {}).items() if part in target), kind))
+        write_tensor(writer, target, weight, next((other for part, other in (kinds or {}).items() if part in target), kind))
     for target, weight in (extra or {}).items():
-        _write_tensor(writer, target, weight, "F32")
+        write_tensor(writer, target, weight, "F32")
     for target, (said, rows) in (packed or {}).items():
         writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[said])
     writer.write_header_to_file()
@@ -156,14 +156,14 @@ def to_gguf(
     return path
 
 
-def _interleaved(rows: Tensor, heads: int) -> Tensor:
+def interleaved(rows: Tensor, heads: int) -> Tensor:
     """Row i of a head and row i + head_dim/2 become neighbours."""
     by_head = rows.reshape(heads, -1, *rows.shape[1:])
     low, high = by_head.chunk(2, dim=1)
     return torch.stack([low, high], dim=2).reshape(rows.shape)
 
 
-def _write_tensor(writer: Any, name: str, weight: Tensor, kind: str) -> None:
+def write_tensor(writer: Any, name: str, weight: Tensor, kind: str) -> None:
     import gguf
 
     kind = "F32" if weight.dim() == 1 else kind
@@ -171,7 +171,8 @@ def _write_tensor(writer: Any, name: str, weight: Tensor, kind: str) -> None:
     writer.add_tensor(name, gguf.quants.quantize(weight.float().numpy(), number), raw_dtype=number)
 
 
-def _write_keys(writer: Any, config: dict[str, Any]) -> None:
+def write_keys(writer: Any, config: dict[str, Any], widths: bool = True) -> None:
+    """`widths`: of keys and values, which some converters do not write"""
     import gguf
 
     writer.add_block_count(config["num_hidden_layers"])
@@ -183,11 +184,12 @@ def _write_keys(writer: Any, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if widths:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     writer.add_rope_freq_base(rope["rope_theta"])
-    if (kind := rope.get("rope_type", "default")) != "default":
+    if (kind := rope.get("rope_type", "default")) not in ("default", "llama3"):  # the last has a tensor of factors instead
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
         if kind == "yarn":

@@ -7,7 +7,7 @@ from octavo.kernels.cpu.attention_case import AttentionCase, Cache
 from octavo.kernels.cpu.library import BF16, F16, Q8
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
-from octavo.kernels.reference.layer import rms_norm, rotate
+from octavo.kernels.reference.layer import norm_heads, rotate
 
 MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a past, single tokens
 # Runs of single tokens over the same beginning: of different lengths, one that ends a token after it, one that leaves early, two runs
@@ -21,7 +21,7 @@ def written_twin(case: AttentionCase, projected: Floats | None = None, norms: tu
     projected, norms = (case.projected, case.norms) if projected is None else (projected, norms)
     q, k, v = torch.from_numpy(projected.copy()).split([case.heads, case.kv_heads, case.kv_heads], dim=1)
     if norms is not None:
-        q, k = (rms_norm(part, torch.from_numpy(norm), 1e-6) for part, norm in zip((q, k), norms))
+        q, k = (norm_heads(part, torch.from_numpy(norm), 1e-6) for part, norm in zip((q, k), norms))
     cos, sin = (torch.from_numpy(part[case.positions]) for part in (np.cos(case.angles), np.sin(case.angles)))
     return torch.cat((rotate(q, cos, sin), rotate(k, cos, sin), v), dim=1).numpy()
 
@@ -34,7 +34,8 @@ def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Float
         keys, values = (part[slots].unsqueeze(0) for part in numbers)
         queries = torch.from_numpy(qkv[case.token_rows == row, : case.heads]).unsqueeze(0)
         mask = causal_mask(torch.tensor([past + new]), new, past + new, case.window or None, torch.float32)
-        out.append(attend(queries, keys, values, mask, False, case.head_dim**-0.5)[0])
+        sinks = None if case.sink_scores is None else torch.from_numpy(case.sink_scores)
+        out.append(attend(queries, keys, values, mask, False, case.head_dim**-0.5, case.soft_cap or None, sinks)[0])
     return torch.cat(out).numpy()
 
 

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,18 +11,47 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import AttentionCase, from_bf16, to_bf16
-from octavo.kernels.cpu.levels import gate_up, matmul
-from octavo.kernels.cpu.library import BF16, F16, Q8, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.levels import gate_up, matmul, mix
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.layer import rms_norm
 from tests.support.native_attention import attended_twin, stored_twin, written_twin
+from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_weights import Weights, gated, make_weights
 
-Multiply = Callable[[Weights, Floats], Floats]
+Multiply = Callable[[Weights, Floats, int], Floats]  # (weights, x, rows that decide how it is multiplied)
 
 HIDDEN, INNER, VOCAB, LAYERS = 72, 80, 101, 3
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 32
 BATCHES = (((0, 1),), ((0, 5), (40, 1), (0, 37)), ((600, 1), (700, 1)), ((9, 1),))  # small and large in turn: buffers grow and stay
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the layers of a model are beyond plain ones."""
+
+    norms: str = "before"
+    residual_scale: float = 1.0
+    activation: str = "swiglu"
+    windows: tuple[int, ...] = (0,) * LAYERS
+    rotary_dims: tuple[int, ...] = (HEAD_DIM,) * LAYERS
+    soft_cap: float = 0.0
+    sinks: bool = False
+    whole_norm: bool = False
+    experts: Choice | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+
+PLAIN = Kind()
+GEMMA = Kind(
+    "both", activation="geglu", windows=(20, 0, 20), soft_cap=2.0, embedding_scale=8.5, logit_cap=3.0, rotary_dims=(HEAD_DIM, 8, HEAD_DIM),
+)  # fmt: skip
+OLMO = Kind("after", whole_norm=True, residual_scale=0.22, logit_scale=0.125, rotary_dims=(HEAD_DIM, 0, 16))
+OSS = Kind(activation="clamped", windows=(0, 20, 0), sinks=True, experts=Choice(6, 2, over_all=False))
+QWEN = Kind(experts=Choice(7, 3, normed=False, shared_inner=32))
+KINDS = {"gemma": GEMMA, "olmo": OLMO, "oss": OSS, "qwen": QWEN}
 
 
 @dataclass
@@ -35,16 +64,25 @@ class Decoder:
     embed_kind: int
     cache_kind: int
     vocab: int = VOCAB
+    shape: Kind = PLAIN
     layers: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(11)
-        norms = {"attention_norm": HIDDEN, "mlp_norm": HIDDEN, "q_norm": HEAD_DIM, "k_norm": HEAD_DIM}
+        before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
+        norms = dict.fromkeys({"before": before, "after": after, "both": before + after}[self.shape.norms], HIDDEN)
+        whole = (HEADS, KV_HEADS) if self.shape.whole_norm else (1, 1)
+        norms |= {"q_norm": whole[0] * HEAD_DIM, "k_norm": whole[1] * HEAD_DIM}
         all_heads, q_heads = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HEADS * HEAD_DIM
-        products = {"qkv": (all_heads, HIDDEN), "output": (HIDDEN, q_heads), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        products = {"qkv": (all_heads, HIDDEN), "output": (HIDDEN, q_heads)}
+        if self.shape.experts is None:
+            products |= {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
         for _ in range(LAYERS):
             layer: dict[str, Any] = {name: self._normal(size) for name, size in norms.items()}
-            self.layers.append(layer | {name: self._weights(*shape) for name, shape in products.items()})
+            layer |= {name: self._weights(*shape) for name, shape in products.items()}
+            if self.shape.experts is not None:
+                layer["mixture"] = MixtureWeights.make(self.library, self.random, self.shape.experts, HIDDEN, INNER, self.kind, self.group)
+            self.layers.append(layer)
         self.head = self._weights(self.vocab, HIDDEN, plain=True)
         self.norm, self.table = self._normal(HIDDEN), self._normal(self.vocab, HIDDEN)
 
@@ -64,11 +102,16 @@ class Run:
 
     def __init__(self, decoder: Decoder, case: AttentionCase, sampled: bool) -> None:
         self.decoder, self.case, tokens = decoder, case, len(case.positions)
+        shape = decoder.shape
+        asked = {"soft_cap": shape.soft_cap, "sinks": shape.sinks, "whole_norm": shape.whole_norm}
+        self.cases = [replace(case, window=window, rotary_dim=dim, **asked) for window, dim in zip(shape.windows, shape.rotary_dims)]
+        for each in (case, *self.cases):
+            assert np.array_equal(each.tables, case.tables)  # drawn first, so that they are the same
         random = np.random.default_rng(tokens)
         self.ids = random.integers(0, decoder.vocab, tokens)
         self.samples = case.query_start[1:].astype(np.int64) - 1 if sampled else np.zeros(0, np.int64)
         self.caches = [case.past() for _ in decoder.layers]
-        self.cos, self.sin = np.cos(case.angles), np.sin(case.angles)
+        self.turns = [(np.cos(each.angles), np.sin(each.angles)) for each in self.cases]
         self.hidden = np.full((tokens, HIDDEN), np.nan, np.float32)
         self.logits = np.full((len(self.samples), decoder.vocab), np.nan, np.float32)
         self.best = np.full(len(self.samples), -1)
@@ -77,18 +120,20 @@ class Run:
 
     @cached_property
     def model(self) -> Model:
-        decoder, case = self.decoder, self.case
-        layers = (Layer * LAYERS)()
-        for layer, parts, (k, v) in zip(layers, decoder.layers, self.caches):
+        decoder, shape, layers = self.decoder, self.decoder.shape, (Layer * LAYERS)()
+        for index, (parts, caches) in enumerate(zip(decoder.layers, self.caches)):
+            layers[index] = self.cases[index].layer(*self.turns[index], *caches)
+            layer = layers[index]
+            layer.activation, layer.residual_scale = ACTIVATIONS[shape.activation], shape.residual_scale
             for name, part in parts.items():
-                setattr(layer, name, part.packed.struct if isinstance(part, Weights) else address(part))
-            layer.k_cache, layer.v_cache = address(k.values), address(v.values)
-            layer.k_scale, layer.v_scale = address(k.scale), address(v.scale)
+                if isinstance(part, MixtureWeights):
+                    layer.mixture = ctypes.pointer(part.struct)
+                else:
+                    setattr(layer, name, part.packed.struct if isinstance(part, Weights) else address(part))
         return Model(
-            num_layers=LAYERS, hidden=HIDDEN, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, intermediate=INNER,
-            vocab=decoder.vocab, block_size=case.block_size, cache_kind=case.cache_kind, embed_kind=decoder.embed_kind, eps=1e-6,
-            attention_scale=case.head_dim**-0.5, layers=layers, embed=address(self.embed), norm=address(decoder.norm),
-            cos=address(self.cos), sin=address(self.sin), head=decoder.head.packed.struct,
+            num_layers=LAYERS, hidden=HIDDEN, vocab=decoder.vocab, cache_kind=self.case.cache_kind, embed_kind=decoder.embed_kind, eps=1e-6,
+            embedding_scale=shape.embedding_scale, logit_scale=shape.logit_scale, logit_cap=shape.logit_cap, layers=layers,
+            embed=address(self.embed), norm=address(decoder.norm), head=decoder.head.packed.struct,
         )  # fmt: skip
 
     @cached_property
@@ -104,43 +149,77 @@ class Run:
     def at_once(self) -> None:
         self.decoder.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(self.struct))
 
+    def move(self, index: int, block_size: int) -> None:
+        """Gives a layer the second block table: of blocks of another size, in another order. What its cache held goes along."""
+        old, new = self.case, replace(self.case, block_size=block_size, seed=77)
+        for cache in self.caches[index]:
+            moved = np.full((int(new.tables.max() + 1) * block_size, *cache.values.shape[2:]), np.nan, np.float32)
+            for row, (past, _) in enumerate(old.rows):
+                rows, positions = np.full(past, row), np.arange(past)
+                moved[new.slots(rows, positions)] = cache.values.reshape(-1, *moved.shape[1:])[old.slots(rows, positions)]
+            cache.values = moved.reshape(-1, block_size, *moved.shape[1:])
+        layer, step = self.model.layers[index], self.struct
+        k, v = self.caches[index]
+        layer.k_cache, layer.v_cache, layer.cache_group, layer.block_size = address(k.values), address(v.values), 1, block_size
+        width = max(old.tables.shape[1], new.tables.shape[1])
+        self.tables = np.stack([np.pad(one.tables, ((0, 0), (0, width - one.tables.shape[1]))) for one in (old, new)])
+        self.slots = np.stack([old.new_slots, new.new_slots])
+        step.tables, step.table_width, step.table_stride = address(self.tables), width, self.tables[0].size
+        step.slots, step.slot_stride = address(self.slots), len(self.slots[0])
+
     def by_parts(self) -> None:
         library, decoder, tokens = self.decoder.library, self.decoder, len(self.ids)
         stream, added, normed = self._embedded(), None, np.empty((tokens, HIDDEN), np.float32)
 
-        def norm(weight: Floats, y: Floats) -> None:
-            library.call.octavo_add_rms_norm(address(stream), address(added), address(weight), 1e-6, address(y), tokens, HIDDEN)
+        def norm(rows: Floats, more: Floats | None, weight: Floats | None, y: Floats) -> Floats:
+            library.call.octavo_add_rms_norm(address(rows), address(more), address(weight), 1e-6, address(y), tokens, HIDDEN)
+            return y
+
+        def settled(rows: Floats, weight: Floats | None) -> Floats:
+            rows = rows if weight is None else norm(rows, None, weight, rows)
+            return rows if decoder.shape.residual_scale == 1 else rows * np.float32(decoder.shape.residual_scale)
 
         for index, parts in enumerate(decoder.layers):
-            norm(parts["attention_norm"], normed)
-            qkv = matmul(library, parts["qkv"].packed, normed)
+            qkv = matmul(library, parts["qkv"].packed, norm(stream, added, parts.get("attention_norm"), normed))
             attended = np.empty((tokens, self.case.heads * self.case.head_dim), np.float32)
             library.call.octavo_write(ctypes.byref(self.model), index, ctypes.byref(self.struct), address(qkv))
             library.call.octavo_attend(ctypes.byref(self.model), index, ctypes.byref(self.struct), address(qkv), address(attended))
-            added = matmul(library, parts["output"].packed, attended)
-            norm(parts["mlp_norm"], normed)
-            added = matmul(library, parts["down"].packed, gate_up(library, parts["gate_up"].packed, normed))
-        norm(decoder.norm, self.hidden)
+            added = settled(matmul(library, parts["output"].packed, attended), parts.get("attention_after_norm"))
+            norm(stream, added, parts.get("mlp_norm"), normed)
+            if "mixture" in parts:
+                added = mix(library, parts["mixture"].struct, normed, decoder.shape.activation)
+            else:
+                added = matmul(library, parts["down"].packed, gate_up(library, parts["gate_up"].packed, normed, decoder.shape.activation))
+            added = settled(added, parts.get("mlp_after_norm"))
+        norm(stream, added, decoder.norm, self.hidden)
         if len(self.samples):
             self.logits[:] = matmul(library, decoder.head.packed, self.hidden[self.samples], tokens)
+            library.call.octavo_cap_logits(ctypes.byref(self.model), address(self.logits), self.logits.size)
             self.best[:] = self.logits.argmax(1)  # numpy too takes the first of equals
 
     def by_twins(self, multiply: Multiply) -> None:
-        """The same without a library: torch and numpy. multiply(weights, x): the product, in the form that is tried."""
-        decoder, case, stream = self.decoder, self.case, self._embedded()
+        """The same without a library: torch and numpy. multiply(weights, x, rows): the product, in the form that is tried."""
+        decoder, shape, stream, tokens = self.decoder, self.decoder.shape, self._embedded(), len(self.ids)
 
-        def norm(x: Floats, weight: Floats) -> Floats:
-            return rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-6).numpy()
+        def norm(x: Floats, weight: Floats | None) -> Floats:
+            return x if weight is None else rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-6).numpy()
 
-        for parts, caches in zip(decoder.layers, self.caches):
-            projected = multiply(parts["qkv"], norm(stream, parts["attention_norm"])).reshape(len(stream), -1, case.head_dim)
+        for parts, case, caches in zip(decoder.layers, self.cases, self.caches):
+            projected = multiply(parts["qkv"], norm(stream, parts.get("attention_norm")), tokens).reshape(tokens, -1, case.head_dim)
             qkv = written_twin(case, projected, (parts["q_norm"], parts["k_norm"]))
             for cache, after in zip(caches, stored_twin(case, caches, qkv)):
                 cache.values, cache.scale = after.values, after.scale
-            stream = stream + multiply(parts["output"], attended_twin(case, qkv, *caches).reshape(len(stream), -1))
-            stream = stream + multiply(parts["down"], gated(multiply(parts["gate_up"], norm(stream, parts["mlp_norm"]))))
+            mixed = multiply(parts["output"], attended_twin(case, qkv, *caches).reshape(tokens, -1), tokens)
+            stream = stream + norm(mixed, parts.get("attention_after_norm")) * np.float32(shape.residual_scale)
+            normed = norm(stream, parts.get("mlp_norm"))
+            if "mixture" in parts:
+                made = parts["mixture"].twin(normed, shape.activation, multiply)
+            else:
+                made = multiply(parts["down"], gated(multiply(parts["gate_up"], normed, tokens), shape.activation), tokens)
+            stream = stream + norm(made, parts.get("mlp_after_norm")) * np.float32(shape.residual_scale)
         self.hidden[:] = norm(stream, decoder.norm)
-        self.logits[:] = multiply(decoder.head, self.hidden[self.samples])
+        logits = multiply(decoder.head, self.hidden[self.samples], tokens) * np.float32(shape.logit_scale)
+        self.logits[:] = shape.logit_cap * np.tanh(logits / shape.logit_cap) if shape.logit_cap else logits
         self.best[:] = self.logits.argmax(1)
 
     def _embedded(self) -> Floats:
@@ -149,8 +228,10 @@ class Run:
         if kind == Q8:
             kind, exact = decoder.kind, decoder.head.exact
         if kind == BF16:
-            return from_bf16(to_bf16(exact))[self.ids]
-        return (exact.astype(np.float16).astype(np.float32) if kind == F16 else exact)[self.ids]
+            exact = from_bf16(to_bf16(exact))
+        elif kind == F16:
+            exact = exact.astype(np.float16).astype(np.float32)
+        return exact[self.ids] * np.float32(decoder.shape.embedding_scale)
 
     def results(self) -> list[NDArray[Any]]:
         stored = [part for caches in self.caches for cache in caches for part in (cache.values, cache.scale) if part is not None]

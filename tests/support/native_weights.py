@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu import packing
@@ -35,6 +37,7 @@ class Weights:
     order: NDArray[np.int32] | None
     source: dict[str, NDArray[Any]]  # what is packed: `values`, or `codes`, `scale` and `offset`
     factor: float = 1.0
+    table: NDArray[np.uint8] | None = None
 
     def product(self, x: Floats, form: str) -> Floats:
         if self.order is not None:
@@ -75,7 +78,10 @@ class Weights:
             factor = packing._half_factor(self.exact)
             return (self.exact / np.float32(factor)).astype(np.float16), factor
         codes, scale, offset = (self.source[name].astype(np.float64) for name in ("codes", "scale", "offset"))
-        top = max(np.abs(offset).max(), np.abs(scale * (15 if self.kind == Q4 else 255) + offset).max())
+        least, most = (0, 15 if self.kind == Q4 else 255) if self.table is None else (self.table.min(), self.table.max())
+        if self.table is not None:
+            codes = self.table[self.source["codes"]].astype(np.float64)
+        top = max(np.abs(scale * least + offset).max(), np.abs(scale * most + offset).max())
         power = min(1024 / float(power_above(np.float32(top))), 2.0**15)
         scale, offset = (np.repeat(part, self.group, axis=1)[:, : codes.shape[1]] for part in (scale, offset))
         return ((codes * scale + offset) * power).astype(np.float16), self.factor / power
@@ -86,11 +92,16 @@ def power_above(numbers: Any) -> Any:
     return np.exp2(np.ceil(np.log2(np.maximum(numbers, np.float32(2.0**-125)))))
 
 
-def gated(both: Floats) -> Floats:
-    """silu(gate) * up of a product whose columns are 16 of gate, 16 of up, in turn. [rows, n] -> [rows, n / 2]"""
-    parts = both.astype(np.float64).reshape(len(both), -1, 2, 16)
-    gate, up = parts[:, :, 0].reshape(len(both), -1), parts[:, :, 1].reshape(len(both), -1)
-    return (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+def gated(both: Floats, activation: str = "swiglu") -> Floats:
+    """What gates make of a product whose columns are 16 of gate, 16 of up, in turn. [rows, n] -> [rows, n / 2]"""
+    parts = torch.from_numpy(both).double().view(len(both), -1, 2, 16)
+    gate, up = parts[:, :, 0].flatten(1), parts[:, :, 1].flatten(1)
+    if activation == "swiglu":
+        return (F.silu(gate) * up).float().numpy()
+    if activation == "geglu":
+        return (F.gelu(gate, approximate="tanh") * up).float().numpy()
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).float().numpy()
 
 
 def form_of(level: str, kind: int, rows: int) -> str:
@@ -113,9 +124,10 @@ def eight_bits(x: Floats, group: int) -> Floats:
 
 
 def make_weights(
-    library: NativeLibrary | None, random: np.random.Generator, n: int, k: int, kind: int, group: int, plain: bool = False
-) -> Weights:
-    """Not plain: with a bias and columns in another order."""
+    library: NativeLibrary | None, random: np.random.Generator, n: int, k: int, kind: int, group: int, plain: bool = False,
+    tabled: bool = False,
+) -> Weights:  # fmt: skip
+    """Not plain: with a bias and columns in another order. Tabled: codes of 4 bits stand for numbers of 8 bits"""
     bias = None if plain else random.standard_normal(n, np.float32)
     order = None if plain else random.permutation(k).astype(np.int32)
     if kind in (F32, BF16, F16):
@@ -125,9 +137,10 @@ def make_weights(
     codes: NDArray[Any] = random.integers(0, 256 if kind == Q8 else 16, (n, k), np.uint8)
     shape = (n, -(-k // group))
     scale, offset = (random.standard_normal(shape).astype(np.float16) for _ in range(2))
-    scale /= np.float16(255 if kind == Q8 else 15)
+    scale /= np.float16(255 if kind == Q8 or tabled else 15)
     factor = 1.0 if plain else 0.75
+    table: NDArray[Any] | None = random.integers(0, 256, 16, np.uint8) if tabled else None
     spread = [np.repeat(part.astype(np.float64), group, axis=1)[:, :k] for part in (scale, offset)]
-    exact = ((codes * spread[0] + spread[1]) * factor).astype(np.float32)
-    packed = None if library is None else pack_codes(library, codes, scale, offset, group, kind, factor, bias, order)
-    return Weights(packed, exact, kind, group, bias, order, {"codes": codes, "scale": scale, "offset": offset}, factor)
+    exact = (((codes if table is None else table[codes]) * spread[0] + spread[1]) * factor).astype(np.float32)
+    packed = None if library is None else pack_codes(library, codes, scale, offset, group, kind, factor, bias, order, table=table)
+    return Weights(packed, exact, kind, group, bias, order, {"codes": codes, "scale": scale, "offset": offset}, factor, table)

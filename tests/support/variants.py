@@ -46,13 +46,13 @@ CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 51
 QWEN3 = DenseConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=64, max_position=LENGTH, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
-    mlp_bias=False, qk_norm=True, windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
+    mlp_bias=False, qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
 )  # fmt: skip
 MODELS = [
     (QWEN3, "bfloat16", False),
     (replace(QWEN3, hidden_size=1024, qkv_bias=True), "bfloat16", True),
-    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, windows=(None, 64)), "float16", False),
-    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=False, head_dim=48, tie_embeddings=False), "float32", False),
+    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=None, qkv_bias=True, windows=(None, 64)), "float16", False),
+    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=None, head_dim=48, tie_embeddings=False), "float32", False),
 ]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},

@@ -66,6 +66,10 @@ class AttentionCase:
     cache_kind: int = BF16
     window: int = 0
     qk_norm: bool = False
+    whole_norm: bool = False  # q and k are normed as one, not head by head
+    rotary_dim: int | None = None  # None: all of a head
+    soft_cap: float = 0.0
+    sinks: bool = False
     seed: int = 0
     shared: tuple[int, ...] = ()  # for each row, the blocks at its beginning that are those of the row before, all written in the past
 
@@ -110,11 +114,20 @@ class AttentionCase:
 
     @cached_property
     def norms(self) -> tuple[Floats, Floats] | None:
-        return (self._normal(self.head_dim), self._normal(self.head_dim)) if self.qk_norm else None
+        sizes = (self.heads, self.kv_heads) if self.whole_norm else (1, 1)
+        return (self._normal(sizes[0] * self.head_dim), self._normal(sizes[1] * self.head_dim)) if self.qk_norm else None
+
+    @cached_property
+    def sink_scores(self) -> Floats | None:
+        return self._normal(self.heads) * np.float32(2) if self.sinks else None
+
+    @property
+    def rotated(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @cached_property
     def angles(self) -> Floats:
-        return np.outer(np.arange(self.context_len.max()), 100.0 ** -np.linspace(0, 1, self.head_dim // 2)).astype(np.float32)
+        return np.outer(np.arange(self.context_len.max()), 100.0 ** -np.linspace(0, 1, self.rotated // 2)).astype(np.float32)
 
     @cached_property
     def projected(self) -> Floats:
@@ -133,20 +146,13 @@ class AttentionCase:
             caches.append(Cache.holding(numbers.reshape(blocks, self.block_size, *numbers.shape[1:]), self.cache_kind))
         return caches[0], caches[1]
 
-    def run(self, library: NativeLibrary) -> tuple[Floats, Floats, Cache, Cache]:
-        """q, k and v normed and rotated; what attention makes of them; the caches after it."""
-        k, v = self.past()
+    def run(self, library: NativeLibrary, before: tuple[Cache, Cache] | None = None) -> tuple[Floats, Floats, Cache, Cache]:
+        """q, k and v normed and rotated; what attention makes of them; the caches after it. `before`: those that are written to"""
+        k, v = before or self.past()
         qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
         cos, sin = np.cos(self.angles), np.sin(self.angles)
-        layer = Layer(k_cache=address(k.values), v_cache=address(v.values), k_scale=address(k.scale), v_scale=address(v.scale))
-        layer.window = self.window
-        if self.norms is not None:
-            layer.q_norm, layer.k_norm = address(self.norms[0]), address(self.norms[1])
-        model = Model(
-            num_layers=1, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, block_size=self.block_size,
-            cache_kind=self.cache_kind, eps=1e-6, attention_scale=self.head_dim**-0.5, layers=ctypes.pointer(layer),
-            cos=address(cos), sin=address(sin),
-        )  # fmt: skip
+        layer = self.layer(cos, sin, k, v)
+        model = Model(num_layers=1, cache_kind=self.cache_kind, eps=1e-6, layers=ctypes.pointer(layer))
         shared = np.array(self.shared or [0] * len(self.rows), np.int32) * np.int32(self.block_size)
         step = Step(
             num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
@@ -156,6 +162,17 @@ class AttentionCase:
         library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
         library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
         return qkv, out, k, v
+
+    def layer(self, cos: Floats, sin: Floats, k: Cache, v: Cache) -> Layer:
+        """What attention has of a layer. It points to the arrays, and keeps none of them."""
+        q_norm, k_norm = self.norms or (None, None)
+        return Layer(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, rotary_dim=self.rotated, block_size=self.block_size,
+            window=self.window, attention_scale=self.head_dim**-0.5, soft_cap=self.soft_cap, residual_scale=1.0,
+            sinks=address(self.sink_scores), q_norm=address(q_norm), k_norm=address(k_norm), whole_norm=self.whole_norm,
+            cos=address(cos), sin=address(sin), k_cache=address(k.values), v_cache=address(v.values), k_scale=address(k.scale),
+            v_scale=address(v.scale),
+        )  # fmt: skip
 
     def _normal(self, *shape: int) -> Floats:
         return self.random.standard_normal(shape, np.float32)

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.attention_case import AttentionCase
-from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, address, find_library
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8, Mixture, NativeLibrary, address, find_library
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference.sampling import Draws
 from octavo.log import logger
 
-KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8, "4-bit": Q4}
+KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8, "4-bit": Q4, "tabled": Q4}
 
 # How far a level may be from the portable one, relative to the largest number of a result. They differ by what they round: where
 # one multiplies floats, another multiplies float16 or bfloat16. A mistake is off by a whole product or more.
@@ -78,16 +78,17 @@ def first_difference(expected: list[Sample], got: list[Sample]) -> str | None:
 
 
 def sample_results(library: NativeLibrary) -> list[Sample]:
-    """What products, gates, norms, rotation, caches, attention and sampling make of small inputs, the same ones every time."""
+    """What products, gates, norms, rotation, caches, attention, mixtures and sampling make of small inputs, the same ones every time."""
     random = np.random.default_rng(7)
     samples = []
     for name, kind in KINDS.items():
-        packed = _sample_matrix(library, random, 64, 200, kind)
+        packed = _sample_matrix(library, random, 64, 200, kind, name == "tabled")
         for rows in (1, 5, 37):  # one, a few, and enough for tiles
             x = random.standard_normal((rows, 200), np.float32)
             tolerance = EXACT if kind == F32 else ROUNDED if kind in (BF16, F16) else CODES
             samples.append(Sample(f"{name} product of {rows} rows", matmul(library, packed, x), tolerance))
-            samples.append(Sample(f"{name} gate and up of {rows} rows", gate_up(library, packed, x), tolerance))
+            for activation in ACTIVATIONS if kind in (F32, BF16) else ("swiglu",):
+                samples.append(Sample(f"{name} {activation} of {rows} rows", gate_up(library, packed, x, activation), tolerance))
     stream, x, weight = (random.standard_normal(shape, np.float32) for shape in ((3, 200), (3, 200), (200,)))
     normed = np.empty_like(stream)
     library.call.octavo_add_rms_norm(address(stream), address(x), address(weight), 1e-5, address(normed), 3, 200)
@@ -98,7 +99,21 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
         samples.append(Sample("rotation", qkv, EXACT))
         samples.append(Sample(f"writing into a {name} cache", np.nan_to_num(np.stack((k.numbers(), v.numbers()))), tolerance))
         samples.append(Sample(f"attention over a {name} cache", out, min(tolerance, ROUNDED)))
-    return samples + _sampled(library, random)
+        case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], soft_cap=2.0, sinks=True, rotary_dim=16)
+        samples.append(Sample(f"capped attention over a {name} cache", case.run(library)[1], min(tolerance, ROUNDED)))
+    return samples + _mixed(library, random) + _sampled(library, random)
+
+
+def _mixed(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
+    """One token and several, each with two of four experts. Scores are so far apart that rounding chooses no other ones."""
+    parts = {"experts_gate_up": (4 * 64, 96), "experts_down": (4 * 96, 32), "shared_gate_up": (64, 96), "shared_down": (96, 32)}
+    packed = {name: _sample_matrix(library, random, *shape, Q4) for name, shape in parts.items()}
+    packed["router"] = pack_float(library, np.eye(4, 96, dtype=np.float32))
+    packed["shared_gate"] = pack_float(library, random.standard_normal((1, 96), np.float32) / np.float32(8))
+    mixture = Mixture(count=4, chosen=2, held=4, over_all=1, **{name: part.struct for name, part in packed.items()})
+    x = random.standard_normal((20, 96), np.float32)
+    x[:, :4] = [random.permutation(4) for _ in x]
+    return [Sample(f"mixture of {tokens} tokens", mix(library, mixture, x[:tokens].copy()), CODES) for tokens in (1, 20)]
 
 
 def _sampled(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
@@ -127,22 +142,30 @@ def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats, tokens: int 
     return y
 
 
-def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
-    """x [rows, k] -> silu(gate) * up [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
+def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats, activation: str = "swiglu") -> Floats:
+    """x [rows, k] -> the gated ones [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
     y = np.full((len(x), packed.struct.n // 2), np.nan, np.float32)
-    library.call.octavo_gate_up(ctypes.byref(packed.struct), address(x), address(y), len(x), len(x))
+    library.call.octavo_gate_up(ctypes.byref(packed.struct), ACTIVATIONS[activation], address(x), address(y), len(x), len(x))
     return y
 
 
-def _sample_matrix(library: NativeLibrary, random: np.random.Generator, n: int, k: int, kind: int) -> PackedMatrix:
+def mix(library: NativeLibrary, mixture: Mixture, x: Floats, activation: str = "swiglu") -> Floats:
+    """x [tokens, hidden] -> what the experts of each token give, weighed, [tokens, hidden]"""
+    y = np.full(x.shape, np.nan, np.float32)
+    library.call.octavo_mix(ctypes.byref(mixture), ACTIVATIONS[activation], address(x), address(y), len(x))
+    return y
+
+
+def _sample_matrix(library: NativeLibrary, random: np.random.Generator, n: int, k: int, kind: int, tabled: bool = False) -> PackedMatrix:
     bias = random.standard_normal(n, np.float32)
     group = 32
     if kind in (F32, BF16, F16):
         return pack_float(library, random.standard_normal((n, k), np.float32) / np.float32(8), kind, bias)
-    middle = 128 if kind == Q8 else 8
-    codes: NDArray[Any] = random.integers(0, 2 * middle, (n, k), np.uint8)
+    middle = 128 if kind == Q8 or tabled else 8
+    codes: NDArray[Any] = random.integers(0, 256 if kind == Q8 else 16, (n, k), np.uint8)
     scale = (random.uniform(0.5, 1, (n, -(-k // group))) / (8 * middle)).astype(np.float16)
-    return pack_codes(library, codes, scale, (-middle * scale).astype(np.float16), group, kind, 1.5, bias)
+    table: NDArray[Any] | None = random.integers(0, 256, 16, np.uint8) if tabled else None
+    return pack_codes(library, codes, scale, (-middle * scale).astype(np.float16), group, kind, 1.5, bias, table=table)
 
 
 @functools.cache

@@ -18,20 +18,34 @@ from numpy.typing import NDArray
 PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
 PANEL, K_PAD = 16, 64  # rows of a panel, and what k is padded to
 F32, BF16, Q8, Q4, F16 = range(5)  # kinds of weights and, but for Q4, of caches
+ACTIVATIONS = {"swiglu": 0, "geglu": 1, "clamped": 2}
 
 
 class Matrix(ctypes.Structure):
     _fields_ = [
         ("kind", c_int32), ("group", c_int32), ("n", c_int64), ("k", c_int64), ("data", c_void_p),
         ("scale", c_void_p), ("offset", c_void_p), ("factor", c_float), ("top", c_float), ("bias", c_void_p), ("order", c_void_p),
+        ("table", c_void_p),
+    ]  # fmt: skip
+
+
+class Mixture(ctypes.Structure):
+    _fields_ = [
+        ("count", c_int32), ("chosen", c_int32), ("first", c_int32), ("held", c_int32), ("over_all", c_int32), ("normed", c_int32),
+        ("router", Matrix), ("experts_gate_up", Matrix), ("experts_down", Matrix), ("shared_gate_up", Matrix), ("shared_down", Matrix),
+        ("shared_gate", Matrix),
     ]  # fmt: skip
 
 
 class Layer(ctypes.Structure):
     _fields_ = [
-        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
-        ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix),
-        ("k_cache", c_void_p), ("v_cache", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p), ("window", c_int32),
+        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("attention_after_norm", c_void_p), ("mlp_after_norm", c_void_p),
+        ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("sinks", c_void_p),
+        ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix), ("mixture", POINTER(Mixture)),
+        ("k_cache", c_void_p), ("v_cache", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p),
+        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("rotary_dim", c_int32), ("whole_norm", c_int32),
+        ("window", c_int32), ("cache_group", c_int32), ("block_size", c_int32), ("activation", c_int32),
+        ("attention_scale", c_float), ("soft_cap", c_float), ("residual_scale", c_float),
     ]  # fmt: skip
 
 
@@ -41,17 +55,17 @@ class Group(ctypes.Structure):
 
 class Model(ctypes.Structure):
     _fields_ = [
-        ("num_layers", c_int32), ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
-        ("intermediate", c_int32), ("vocab", c_int32), ("block_size", c_int32), ("cache_kind", c_int32), ("embed_kind", c_int32),
-        ("eps", c_float), ("attention_scale", c_float), ("layers", POINTER(Layer)), ("embed", c_void_p), ("norm", c_void_p),
-        ("cos", c_void_p), ("sin", c_void_p), ("head", Matrix), ("vocab_start", c_int32), ("vocab_rows", c_int32),
-        ("group", POINTER(Group)),
+        ("num_layers", c_int32), ("hidden", c_int32), ("vocab", c_int32), ("cache_kind", c_int32), ("embed_kind", c_int32),
+        ("eps", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("logit_cap", c_float),
+        ("layers", POINTER(Layer)), ("embed", c_void_p), ("norm", c_void_p), ("head", Matrix), ("vocab_start", c_int32),
+        ("vocab_rows", c_int32), ("group", POINTER(Group)),
     ]  # fmt: skip
 
 
 class Step(ctypes.Structure):
     _fields_ = [
         ("num_tokens", c_int32), ("num_rows", c_int32), ("table_width", c_int32), ("num_samples", c_int32),
+        ("slot_stride", c_int64), ("table_stride", c_int64),
         ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("query_start", c_void_p), ("context_len", c_void_p),
         ("tables", c_void_p), ("shared", c_void_p), ("sample_index", c_void_p), ("received", c_void_p), ("passed", c_void_p),
         ("hidden", c_void_p), ("logits", c_void_p), ("best", c_void_p),
@@ -72,7 +86,7 @@ class Ranking(ctypes.Structure):
     ]  # fmt: skip
 
 
-STRUCTS = (Matrix, Layer, Group, Model, Step, Draws, Ranking)
+STRUCTS = (Matrix, Mixture, Layer, Group, Model, Step, Draws, Ranking)
 _MATRIX, _MODEL, _STEP, _GROUP = POINTER(Matrix), POINTER(Model), POINTER(Step), POINTER(Group)
 
 # By name: what it returns, what it takes.
@@ -89,10 +103,12 @@ FUNCTIONS = {
     "octavo_gather": (c_int, [_GROUP, c_void_p, c_void_p, c_int64]),
     "octavo_abort": (None, [_GROUP]),
     "octavo_matmul": (None, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
-    "octavo_gate_up": (None, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
+    "octavo_gate_up": (None, [_MATRIX, c_int, c_void_p, c_void_p, c_int64, c_int64]),
+    "octavo_mix": (None, [POINTER(Mixture), c_int, c_void_p, c_void_p, c_int64]),
     "octavo_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
     "octavo_write": (None, [_MODEL, c_int, _STEP, c_void_p]),
     "octavo_attend": (None, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
+    "octavo_cap_logits": (None, [_MODEL, c_void_p, c_int64]),
     "octavo_draw": (None, [POINTER(Draws)]),
     "octavo_rank": (None, [POINTER(Ranking)]),
     "octavo_uniform": (None, [c_void_p, c_int64, c_void_p, c_int64]),

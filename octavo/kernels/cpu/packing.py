@@ -2,7 +2,7 @@
 
     w [n, k] float             pack_float    F32, or rounded to BF16 or F16
     codes [n, k] and, for each group of k,   Q8 (a byte a code) or Q4 (half a byte);
-    scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor
+    scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor; a table may say what stands for a code
 """
 
 import ctypes
@@ -48,16 +48,17 @@ def pack_codes(
     bias: Floats | None = None,
     order: NDArray[np.int32] | None = None,
     rows: NDArray[np.int64] | None = None,
+    table: NDArray[np.uint8] | None = None,
 ) -> PackedMatrix:
-    """`rows`: which row of the codes each row of the matrix is, -1 for zeros."""
+    """`rows`: which row of the codes each row of the matrix is, -1 for zeros. `table`: what stands for each code of 4 bits"""
     n, k = codes.shape if rows is None else (len(rows), codes.shape[1])
     lanes, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
     data = _lines(lanes * columns // (2 if kind == Q4 else 1))
     scales, offsets = _lines(lanes * columns // group * 2), _lines(lanes * columns // group * 2)
     matrix = Matrix(kind=kind, group=group, n=n, k=k, data=address(data), scale=address(scales), offset=address(offsets), factor=factor)
-    matrix.top, matrix.bias, matrix.order = _top(scale, offset, kind), address(bias), address(order)
+    matrix.top, matrix.bias, matrix.order, matrix.table = _top(scale, offset, kind, table), address(bias), address(order), address(table)
     library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset), address(rows))
-    return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, order) if array is not None)))
+    return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, table, order) if array is not None)))
 
 
 def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
@@ -79,6 +80,8 @@ def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
         codes = picked(data, np.uint8, 4)
         if matrix.kind == Q4:
             codes = np.stack((codes & 15, codes >> 4), axis=2)
+        if matrix.table:
+            codes = _table_of(packed)[codes]
         scale, offset = (picked(part, np.float16, 1).astype(np.float32) for part in rest[:2])  # [rows, groups, 1]
         values = (scale * codes.reshape(len(rows), scale.shape[1], -1) + offset) * np.float32(matrix.factor)
     values = values.reshape(len(rows), -1)[:, : matrix.k]
@@ -92,11 +95,16 @@ def _half_factor(weights: Floats) -> float:
     return float(2.0 ** math.ceil(math.log2(largest / MOST_HALF))) if largest > 0 else 1.0
 
 
-def _top(scale: NDArray[np.float16], offset: NDArray[np.float16], kind: int) -> float:
+def _top(scale: NDArray[np.float16], offset: NDArray[np.float16], kind: int, table: NDArray[np.uint8] | None = None) -> float:
     """The largest |scale * code + offset| there could be."""
-    low = offset.astype(np.float32)
-    high = scale.astype(np.float32) * np.float32(15 if kind == Q4 else 255) + low
-    return float(max(np.abs(low).max(initial=0), np.abs(high).max(initial=0)))
+    least, most = (0, 15 if kind == Q4 else 255) if table is None else (table.min(), table.max())
+    wide, base = scale.astype(np.float32), offset.astype(np.float32)
+    ends = (wide * np.float32(end) + base for end in (least, most))
+    return float(max(np.abs(end).max(initial=0) for end in ends))
+
+
+def _table_of(packed: PackedMatrix) -> NDArray[np.uint8]:
+    return next(array for array in packed.arrays if array.ctypes.data == packed.struct.table)
 
 
 def _up(size: int, unit: int) -> int:

@@ -19,6 +19,8 @@ from torch import Tensor
 from octavo.kernels.reference.layer import norm_heads, rotate
 from octavo.kernels.share_words import IN_ALL, LINE, most_shares
 
+SCORES = 1 << 20  # made at once, where they are made one by one
+
 
 def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:
     """Puts values [T, kv_heads, head_dim] at slots [T] of a buffer [blocks, block_size, kv_heads, head_dim]."""
@@ -52,10 +54,20 @@ def causal_mask(context_len: Tensor, num_query: int, length: int, window: int | 
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))  # [rows, 1, num_query, length]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Returns attention of q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim], shaped like q."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+    soft_cap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns attention of q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim], shaped like q.
+
+    `sinks` [heads]: a score for each head that takes part in the softmax and has no value
+    """
     rows, num_query, heads, head_dim = q.shape
     k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if soft_cap is not None or sinks is not None:
+        if causal:
+            mask = causal_mask(torch.tensor([num_query]), num_query, num_query, None, torch.float32)
+        return _attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
     if num_query == 1:
         # Heads that share a kv head become its queries: each key is then read once, not once a head.
         grouped = q.view(rows, k.shape[1], -1, head_dim)
@@ -63,6 +75,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         return out.reshape(rows, 1, heads, head_dim)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+def _attend_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """As `attend`, in float32 and for some queries at a time. k, v: [rows, kv_heads, length, head_dim]"""
+    rows, num_query, heads = q.shape[:3]
+    kv_heads, length = k.shape[1:3]
+    keys, values = k.float().transpose(2, 3), v.float()
+    rests = None if sinks is None else sinks.float().view(kv_heads, -1, 1, 1)
+    out = torch.empty_like(q)
+    at_once = max(SCORES // (rows * heads * length), 1)
+    for first in range(0, num_query, at_once):
+        queries = slice(first, first + at_once)
+        grouped = q[:, queries].float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, n, head_dim]
+        scores = torch.matmul(grouped.flatten(2, 3), keys).mul_(scale).unflatten(2, grouped.shape[2:4])
+        if soft_cap is not None:
+            scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if mask is not None:
+            scores += mask[:, :, None, queries]  # [rows, 1, 1, n, length]
+        sums = torch.logsumexp(scores, -1, keepdim=True)
+        if rests is not None:
+            sums = torch.logaddexp(sums, rests)
+        mixed = torch.matmul(scores.sub_(sums).exp_().flatten(2, 3), values).unflatten(2, grouped.shape[2:4])
+        out[:, queries] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+    return out
 
 
 # -- twins of the kernels of a GPU

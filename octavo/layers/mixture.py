@@ -1,0 +1,95 @@
+"""A mixture of experts: a router sends each token through a few of many MLPs.
+
+    router            logits of all experts
+    experts.gate_up   gate and up of every expert, one below the other: a merged matrix like any other, which may be codes
+    experts.down
+    shared            one more MLP that every token goes through; `shared_gate` says how much of it counts
+
+Ranks either have a part of every expert, or some whole experts each. Both ways they sum what they give, once for the layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.ops import choose_experts, mixture
+from octavo.layers.comm import Comm
+from octavo.layers.linear import Linear, MergedLinear
+from octavo.quant.schemes import Packed, QuantScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    count: int  # of all experts
+    chosen: int  # for each token
+    scores: str  # "all" or "chosen": over whose logits the softmax goes
+    normed: bool  # weights of the chosen ones sum up to 1
+    held: int  # by this rank: all, or as many as by each other one
+
+
+class ExpertStack(nn.Module):
+    """The matrices of the experts that this rank has."""
+
+    def __init__(self, hidden_size: int, inner: int, count: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype) -> None:
+        super().__init__()
+        halves = {f"{expert}.{part}": inner for expert in range(count) for part in ("gate", "up")}
+        self.gate_up = MergedLinear(hidden_size, halves, bias, scheme, dtype)
+        self.down = MergedLinear(inner, {str(expert): hidden_size for expert in range(count)}, bias, scheme, dtype)
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        bias = cast(Tensor | None, self.gate_up.bias)
+        return None if bias is None else (bias, cast(Tensor, self.down.bias))
+
+
+class SharedExpert(nn.Module):
+    """Gives a part of a sum over ranks, where they share it."""
+
+    def __init__(self, hidden_size: int, inner: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = MergedLinear(hidden_size, {"gate": inner, "up": inner}, False, scheme, dtype)
+        self.down = Linear(inner, hidden_size, False, scheme, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.gate_up.scheme.gated(self.gate_up, x))
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        inner: int,
+        shared_inner: int,
+        routing: Routing,
+        activation: str,
+        bias: bool,
+        scheme: QuantScheme,
+        dtype: torch.dtype,
+        comm: Comm,
+    ) -> None:
+        """`inner`: of an expert; `shared_inner`: of the one that all tokens share, 0 if there is none; `bias`: of router and experts"""
+        super().__init__()
+        self.routing, self.activation, self.comm = routing, activation, comm
+        self.first = routing.held * comm.rank if routing.held < routing.count else 0  # of the experts that this rank has
+        self.router = Linear(hidden_size, routing.count, bias, scheme, dtype)
+        self.experts = ExpertStack(hidden_size, inner, routing.held, bias, scheme, dtype)
+        self.shared: SharedExpert | None = None
+        if shared_inner:
+            self.shared = SharedExpert(hidden_size, shared_inner, scheme, dtype)
+            self.shared_gate = Linear(hidden_size, 1, False, scheme, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = choose_experts(self.router(x), self.routing.chosen, self.routing.scores, self.routing.normed)
+        stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
+        out = mixture(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
+        if self.shared is not None:
+            out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        return self.comm.all_reduce(out)
+
+
+def matrix(linear: Linear) -> Any:
+    """Returns the weights as its scheme keeps them: a tensor or codes."""
+    return linear.codes if isinstance(linear.scheme, Packed) else linear.weight

@@ -1,0 +1,53 @@
+"""Llama, Mistral and Ministral: the plain decoder. No torch here.
+
+    Llama   no windows      Mistral   a window on every layer, where the config has one      Ministral   on the layers that the config names
+
+GGUF files of architecture `llama` are of all three, and say nothing of windows.
+"""
+
+from functools import partial
+
+from octavo.model_config import ConfigReader
+from octavo.models.dense_family import (
+    MODEL,
+    PLAIN_RULES,
+    SLIDING,
+    DenseConfig,
+    check_activation,
+    cut,
+    describe,
+    gguf_fields,
+    interleaved_qk,
+    layer_windows,
+    read_fields,
+    read_layer_types,
+    shared,
+    with_defaults,
+)
+from octavo.models.family import Family, GGUFForm
+
+LLAMA, MISTRAL, MINISTRAL = "LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"
+
+
+def read(reader: ConfigReader, architecture: str) -> DenseConfig:
+    check_activation(reader)
+    fields = read_fields(reader, architecture)
+    rope = reader.rope(fields["head_dim"])
+    if architecture == LLAMA:
+        return DenseConfig(**fields, rope=rope)
+    layers, windowed = fields["num_layers"], with_defaults(reader, {"sliding_window": 4096})
+    types = [SLIDING] * layers if architecture == MISTRAL else read_layer_types(reader, layers, lambda _: True)
+    return DenseConfig(**fields | {"windows": layer_windows(windowed, types)}, rope=rope, gives_back=True)
+
+
+FAMILY = Family(
+    name="llama",
+    architectures=(LLAMA, MISTRAL, MINISTRAL),
+    model=MODEL,
+    rules=PLAIN_RULES,
+    read=read,
+    describe=partial(describe, PLAIN_RULES, "llama"),
+    gguf=GGUFForm({"llama": LLAMA}, gguf_fields, interleaved_qk(["llama"])),
+    shared=shared,
+    cut=cut,
+)

@@ -1,0 +1,259 @@
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: decoders whose MLPs are mixtures of experts. No torch here.
+
+    Mixtral     8 experts, of which a token takes 2        Qwen2-MoE   biases on q, k, v; one more expert that all tokens share
+    Qwen3-MoE   norms on the heads of q and k              both Qwen   some layers may have a plain MLP instead
+
+    x -> norm -> router -> the best experts, each: gate, up -> silu(gate) * up -> down -> weighted sum -> +
+
+`MixtureConfig` is for any such family (`models/gpt_oss_family.py` is another one). The rest is as in `models/dense_family.py`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from octavo.errors import ConfigError, LoadError
+from octavo.model_config import ConfigReader
+from octavo.models import dense_family
+from octavo.models.dense_family import (
+    ATTENTION_RULES,
+    EMBEDDING_RULES,
+    MLP_RULES,
+    MODEL,
+    NORM_RULES,
+    QK_NORM_RULES,
+    DenseConfig,
+    check_activation,
+    gguf_fields,
+    interleaved_qk,
+    layer_windows,
+    mlp_matrices,
+    read_fields,
+    read_layer_types,
+    read_window,
+)
+from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
+from octavo.models.gguf_keys import GGUFKeys
+from octavo.policy.description import Experts, Matrix, MLPShape, ModelDescription, Scores
+from octavo.policy.split import Shared
+
+MOST_OF_ALL_LAYERS = 2**17  # experts: several times what any model has, and a bound on names
+MIXTRAL, QWEN2_MOE, QWEN3_MOE = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
+
+
+def expert_rules(router: str, experts: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Returns where the router and the experts are. The names of matrices are those below an expert."""
+    return (
+        Rule(router, "layers.*.mlp.router", gguf="blk.*.ffn_gate_inp"),
+        Rule(f"{experts}.*.{gate}", "layers.*.mlp.experts.gate_up", "*.gate", gguf="blk.*.ffn_gate_exps"),
+        Rule(f"{experts}.*.{up}", "layers.*.mlp.experts.gate_up", "*.up", gguf="blk.*.ffn_up_exps"),
+        Rule(f"{experts}.*.{down}", "layers.*.mlp.experts.down", "*", gguf="blk.*.ffn_down_exps"),
+    )
+
+
+SPARSE = "model.layers.*.block_sparse_moe"
+MIXTRAL_RULES = Rules(
+    [*EMBEDDING_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules(f"{SPARSE}.gate", f"{SPARSE}.experts", "w1", "w3", "w2")]
+)
+MLP = "model.layers.*.mlp"
+QWEN_RULES = Rules(
+    [
+        *EMBEDDING_RULES,
+        *NORM_RULES,
+        *ATTENTION_RULES,
+        *QK_NORM_RULES,
+        *MLP_RULES,
+        *expert_rules(f"{MLP}.gate", f"{MLP}.experts", "gate_proj", "up_proj", "down_proj"),
+        Rule(f"{MLP}.shared_expert.gate_proj", "layers.*.mlp.shared.gate_up", "gate", gguf="blk.*.ffn_gate_shexp"),
+        Rule(f"{MLP}.shared_expert.up_proj", "layers.*.mlp.shared.gate_up", "up", gguf="blk.*.ffn_up_shexp"),
+        Rule(f"{MLP}.shared_expert.down_proj", "layers.*.mlp.shared.down", gguf="blk.*.ffn_down_shexp"),
+        Rule(f"{MLP}.shared_expert_gate", "layers.*.mlp.shared_gate", gguf="blk.*.ffn_gate_inp_shexp"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig(DenseConfig):
+    num_experts: int
+    chosen_experts: int  # for each token
+    expert_size: int  # of one of them
+    shared_size: int = 0  # of the one that all tokens share; 0: there is none
+    scores: Scores = "all"
+    normed_scores: bool = True
+    mixed: tuple[bool, ...]  # of each layer: whether it is a mixture; else it has a plain MLP
+    expert_ranks: int = 1  # in the config of a rank: the ranks that have whole experts each
+
+    def mlp(self, layer: int) -> MLPShape:
+        if not self.mixed[layer]:
+            return DenseConfig.mlp(self, layer)
+        experts = Experts(self.num_experts, self.chosen_experts, self.scores, self.normed_scores, self.shared_size, self.expert_ranks)
+        return MLPShape(self.expert_size, self.activation, experts)
+
+
+# -- reading a config.json
+
+
+def expert_fields(reader: ConfigReader, fields: dict[str, Any], size_key: str) -> dict[str, Any]:
+    """Returns the fields that all mixtures have. `size_key`: of the size of an expert"""
+    key = "num_local_experts" if reader.raw.get("num_experts") is None else "num_experts"
+    count, layers = reader.integer(key, high=MAX_EXPERTS), fields["num_layers"]
+    if count * layers > MOST_OF_ALL_LAYERS:
+        raise LoadError(f"{reader.source}: {layers} layers of {count} experts; all layers together may have {MOST_OF_ALL_LAYERS}")
+    return {
+        "num_experts": count,
+        "chosen_experts": reader.integer("num_experts_per_tok", high=count),
+        "expert_size": reader.integer(size_key, high=2**22),
+        "mixed": (True,) * layers,
+    }
+
+
+def read_mixtral(reader: ConfigReader, architecture: str) -> MixtureConfig:
+    check_activation(reader)
+    fields = read_fields(reader, architecture)
+    fields |= expert_fields(reader, fields, "intermediate_size")
+    fields |= {"windows": (read_window(reader),) * fields["num_layers"], "gives_back": True}
+    return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
+
+
+def read_qwen(reader: ConfigReader, architecture: str) -> MixtureConfig:
+    check_activation(reader)
+    fields = read_fields(reader, architecture)
+    layers = fields["num_layers"]
+    fields |= expert_fields(reader, fields, "moe_intermediate_size")
+    fields |= {"normed_scores": reader.flag("norm_topk_prob", False), "mixed": _mixed(reader, layers)}
+    slides = reader.flag("use_sliding_window", False)
+    if architecture == QWEN2_MOE:
+        shared = reader.integer("shared_expert_intermediate_size", high=2**22, low=0)
+        fields |= {"qkv_bias": reader.flag("qkv_bias", True), "output_bias": False, "shared_size": shared}
+        end = reader.integer("max_window_layers", 28, low=0)  # in files without `layer_types`
+        types = read_layer_types(reader, layers, lambda layer: layer % 2 == 0 and layer < end)
+        fields |= {"windows": layer_windows(reader, types)} if slides else {}
+    else:
+        fields |= {"qk_norm": "heads", "windows": (read_window(reader) if slides else None,) * layers}
+    return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
+
+
+def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+    """Returns which layers are mixtures: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    step, plain = reader.integer("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+        raise reader.fail("mlp_only_layers", "a list of layers")
+    mixed = tuple((layer + 1) % step == 0 and layer not in plain for layer in range(layers))
+    if not any(mixed):
+        raise LoadError(f"{reader.source}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
+    return mixed
+
+
+# -- what it is made of
+
+
+def describe(rules: Rules, family: str, config: MixtureConfig) -> ModelDescription:
+    whole = dense_family.describe(rules, family, config, mixture_matrices)
+    return replace(whole, captured=False)  # the layer in torch asks the device how many tokens each expert has
+
+
+def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
+    """Returns the matrices of a layer's MLP. A stack of experts is one matrix, with the parts of all experts one after the other."""
+    shape, hidden, bias = config.mlp(layer), config.hidden_size, config.mlp_bias
+    if (experts := shape.experts) is None:
+        return mlp_matrices(rules, config, layer)
+    inner, dealt = shape.inner, experts.ranks > 1
+    halves = {f"{expert}.{part}": inner for expert in range(experts.held) for part in ("gate", "up")}
+    downs = {str(expert): hidden for expert in range(experts.held)}
+    found = [
+        rules.matrix("router", "layers.*.mlp.router", experts.count, hidden, layer, bias),
+        rules.matrix("experts_gate_up", "layers.*.mlp.experts.gate_up", halves, hidden, layer, bias, None if dealt else "rows", gated=True),
+        rules.matrix("experts_down", "layers.*.mlp.experts.down", downs, inner, layer, bias, None if dealt else "columns"),
+    ]
+    if (shared_inner := experts.shared_inner) == 0:
+        return found
+    shared_halves = {"gate": shared_inner, "up": shared_inner}
+    return [
+        *found,
+        rules.matrix("shared_gate_up", "layers.*.mlp.shared.gate_up", shared_halves, hidden, layer, split="rows", gated=True),
+        rules.matrix("shared_down", "layers.*.mlp.shared.down", hidden, shared_inner, layer, split="columns"),
+        rules.matrix("shared_gate", "layers.*.mlp.shared_gate", 1, hidden, layer),
+    ]
+
+
+# -- ranks and stages
+
+
+def shared(config: MixtureConfig) -> dict[str, Shared]:
+    """Every expert is split, unless ranks have whole ones."""
+    found = dense_family.shared(config)
+    if all(config.mixed):
+        del found["intermediate_size"]
+    if config.expert_ranks == 1:
+        key = "moe_intermediate_size" if config.architecture in (QWEN2_MOE, QWEN3_MOE) else "intermediate_size"
+        found["expert_size"] = Shared(key, config.expert_size)
+    if config.shared_size:
+        found["shared_size"] = Shared("shared_expert_intermediate_size", config.shared_size)
+    return found
+
+
+def deal(config: MixtureConfig, ranks: int) -> MixtureConfig:
+    if config.num_experts % ranks:
+        sizes = ", ".join(str(size) for size in range(1, config.num_experts + 1) if config.num_experts % size == 0)
+        raise ConfigError(f"{config.num_experts} experts cannot be dealt out over tensor_parallel_size {ranks}: sizes that can: {sizes}")
+    return replace(config, expert_ranks=ranks)
+
+
+def cut(config: MixtureConfig, layers: range) -> MixtureConfig:
+    return replace(cast(MixtureConfig, dense_family.cut(config, layers)), mixed=config.mixed[layers.start : layers.stop])
+
+
+# -- GGUF files
+
+
+def gguf_experts(keys: GGUFKeys) -> dict[str, Any]:
+    """Returns the keys of a config.json that all mixtures share. Sizes are those of the tensors: older files do not name them."""
+    count, layers = keys.integer("expert_count"), keys.integer("block_count")
+    stacks = [layer for layer in range(layers) if len(keys.shapes.get(f"blk.{layer}.ffn_gate_exps.weight", ())) == 3]
+    if not stacks:
+        raise keys.fail(f"{keys.prefix}expert_count", "0 in a file without blk.*.ffn_gate_exps.weight, the stack of experts")
+    size = keys.shapes[f"blk.{stacks[0]}.ffn_gate_exps.weight"][1]
+    return {
+        "num_local_experts": count,
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": size,
+        "mlp_only_layers": [layer for layer in range(layers) if layer not in stacks],
+    }
+
+
+def _mixtral_gguf(keys: GGUFKeys) -> dict[str, Any]:
+    experts = gguf_experts(keys)
+    return {**gguf_fields(keys, experts=True), **experts, "intermediate_size": experts["moe_intermediate_size"]}
+
+
+def _qwen_gguf(keys: GGUFKeys) -> dict[str, Any]:
+    """The files of Qwen2-MoE do not say whether weights are normed: those of no such model are, and those of Qwen3-MoE all are."""
+    fields = {**gguf_fields(keys, experts=True), **gguf_experts(keys), "norm_topk_prob": keys.prefix == "qwen3moe."}
+    shared_gate = keys.shapes.get("blk.0.ffn_gate_shexp.weight", (0,))
+    return {**fields, "shared_expert_intermediate_size": shared_gate[0], "qkv_bias": fields["attention_bias"]}
+
+
+MIXTRAL_FAMILY = Family(
+    name="mixtral",
+    architectures=(MIXTRAL,),
+    model=MODEL,
+    rules=MIXTRAL_RULES,
+    read=read_mixtral,
+    describe=partial(describe, MIXTRAL_RULES, "mixtral"),
+    gguf=GGUFForm({"llama": MIXTRAL}, _mixtral_gguf, interleaved_qk(["llama"]), experts=True),
+    shared=shared,
+    cut=cut,
+    deal=deal,
+)
+QWEN_FAMILY = Family(
+    name="qwen_moe",
+    architectures=(QWEN2_MOE, QWEN3_MOE),
+    model=MODEL,
+    rules=QWEN_RULES,
+    read=read_qwen,
+    describe=partial(describe, QWEN_RULES, "qwen_moe"),
+    gguf=GGUFForm({"qwen2moe": QWEN2_MOE, "qwen3moe": QWEN3_MOE}, _qwen_gguf, interleaved_qk([]), experts=True),
+    shared=shared,
+    cut=cut,
+    deal=deal,
+)

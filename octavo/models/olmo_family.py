@@ -1,0 +1,54 @@
+"""OLMo 2: norms after each sub-layer and none before; q and k are normed over all their heads at once. No torch here."""
+
+from functools import partial
+
+from octavo.model_config import ConfigReader
+from octavo.models.dense_family import (
+    ATTENTION_RULES,
+    EMBEDDING_RULES,
+    MLP_RULES,
+    MODEL,
+    QK_NORM_RULES,
+    DenseConfig,
+    check_activation,
+    cut,
+    describe,
+    gguf_fields,
+    interleaved_qk,
+    read_fields,
+    with_defaults,
+)
+from octavo.models.family import Family, GGUFForm, Rule, Rules
+
+OLMO2 = "Olmo2ForCausalLM"
+
+RULES = Rules(
+    [
+        *EMBEDDING_RULES,
+        *ATTENTION_RULES,
+        *QK_NORM_RULES,
+        Rule("model.layers.*.post_attention_layernorm", "layers.*.attention_after_norm", gguf="blk.*.post_attention_norm"),
+        *MLP_RULES,
+        Rule("model.layers.*.post_feedforward_layernorm", "layers.*.mlp_after_norm", gguf="blk.*.post_ffw_norm"),
+    ]
+)
+
+
+def read(reader: ConfigReader, architecture: str) -> DenseConfig:
+    reader = with_defaults(reader, {"rms_norm_eps": 1e-5})
+    check_activation(reader)
+    fields = read_fields(reader, architecture) | {"qk_norm": "whole", "norms": "after", "wide_norms": True}
+    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+
+
+FAMILY = Family(
+    name="olmo",
+    architectures=(OLMO2,),
+    model=MODEL,
+    rules=RULES,
+    read=read,
+    describe=partial(describe, RULES, "olmo"),
+    gguf=GGUFForm({"olmo2": OLMO2}, gguf_fields, interleaved_qk([])),
+    unshared="its norms of q and k are over the heads of all ranks",
+    cut=cut,
+)

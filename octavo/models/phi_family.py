@@ -1,0 +1,93 @@
+"""Phi-3, Phi-3.5 and Phi-4 (mini), without experts. No torch here.
+
+    q, k and v are one weight of the checkpoint, and so are gate and up
+    a part of each head may be rotated; frequencies may have factors of their own, for short and for long contexts (longrope)
+    every layer has a window, where the config has one
+"""
+
+from functools import partial
+from typing import Any
+
+from octavo.model_config import ConfigReader
+from octavo.models.dense_family import (
+    ATTENTION_RULES,
+    EMBEDDING_RULES,
+    MLP_RULES,
+    MODEL,
+    NORM_RULES,
+    SLIDING,
+    DenseConfig,
+    check_activation,
+    cut,
+    describe,
+    gguf_fields,
+    interleaved_qk,
+    layer_windows,
+    read_fields,
+    shared,
+    with_defaults,
+)
+from octavo.models.family import Family, GGUFForm, Rule, Rules
+from octavo.models.gguf_keys import GGUFKeys
+
+PHI3 = "Phi3ForCausalLM"
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+OLD_NAMES = ("su", "yarn")  # of longrope, in files of the first months
+
+RULES = Rules(
+    [
+        *EMBEDDING_RULES,
+        *NORM_RULES,
+        Rule("model.layers.*.self_attn.qkv_proj", "layers.*.attention.qkv", gguf="blk.*.attn_qkv"),
+        ATTENTION_RULES[-1],
+        Rule("model.layers.*.mlp.gate_up_proj", "layers.*.mlp.gate_up", gguf="blk.*.ffn_up"),
+        MLP_RULES[-1],
+    ]
+)
+
+
+def read(reader: ConfigReader, architecture: str) -> DenseConfig:
+    reader = with_defaults(reader, DEFAULTS)
+    check_activation(reader)
+    fields = read_fields(reader, architecture)
+    parameters = reader.object("rope_parameters") or reader.object("rope_scaling")
+    kind = parameters.get("rope_type") or parameters.get("type")
+    parameters |= {"rope_type": "longrope" if kind in OLD_NAMES else kind}
+    rotated = _rotated(reader, parameters, fields["head_dim"])
+    return DenseConfig(
+        **fields | {"windows": layer_windows(reader, [SLIDING] * fields["num_layers"])},
+        gives_back=True,
+        rope=reader.rope(rotated, parameters),
+        rotary_dim=None if rotated == fields["head_dim"] else rotated,
+    )
+
+
+def _rotated(reader: ConfigReader, parameters: dict[str, Any], head_dim: int) -> int:
+    """Returns how many numbers of a head are rotated: `partial_rotary_factor` of them."""
+    key = "partial_rotary_factor"
+    inner = ConfigReader({key: parameters.get(key, reader.raw.get(key))}, reader.source)
+    rotated = int(head_dim * inner.number(key, 1.0, 0.0, 1.0) + 1e-6)  # the factor may be a quotient that was rounded down
+    if rotated < 2 or rotated % 2:
+        raise inner.fail(key, f"a part of head_dim {head_dim} that is an even number above 0")
+    return rotated
+
+
+def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
+    config = gguf_fields(keys, windowed=True, head_dim=False)
+    head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // config["num_attention_heads"])
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    window = keys.integer("attention.sliding_window", 0, low=0)  # 0 says that there is none
+    return config | {"head_dim": head_dim, "partial_rotary_factor": rotated / head_dim, "sliding_window": window or None}
+
+
+FAMILY = Family(
+    name="phi",
+    architectures=(PHI3,),
+    model=MODEL,
+    rules=RULES,
+    read=read,
+    describe=partial(describe, RULES, "phi"),
+    gguf=GGUFForm({"phi3": PHI3}, _gguf_config, interleaved_qk([])),
+    shared=shared,
+    cut=cut,
+)

@@ -1,0 +1,60 @@
+"""SmolLM3: the plain decoder, with some layers that rotate nothing. Those may have a window. No torch here."""
+
+from functools import partial
+from typing import Any
+
+from octavo.model_config import ConfigReader
+from octavo.models.dense_family import (
+    MODEL,
+    PLAIN_RULES,
+    DenseConfig,
+    check_activation,
+    cut,
+    describe,
+    gguf_fields,
+    interleaved_qk,
+    layer_windows,
+    read_fields,
+    read_layer_types,
+    shared,
+    with_defaults,
+)
+from octavo.models.family import Family, GGUFForm
+
+SMOLLM3 = "SmolLM3ForCausalLM"
+DEFAULTS: dict[str, Any] = {"rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+
+
+def read(reader: ConfigReader, architecture: str) -> DenseConfig:
+    reader = with_defaults(reader, DEFAULTS)
+    check_activation(reader)
+    fields = read_fields(reader, architecture)
+    rotates, rope = _rotates(reader, fields["num_layers"]), reader.rope(fields["head_dim"])
+    if reader.flag("use_sliding_window", False):
+        types = read_layer_types(reader, fields["num_layers"], lambda layer: not rotates[layer])
+        fields |= {"windows": layer_windows(reader, types), "gives_back": True}
+    return DenseConfig(**fields, rope=rope, ropes=tuple(rope if there else None for there in rotates))
+
+
+def _rotates(reader: ConfigReader, layers: int) -> list[bool]:
+    """Returns which layers rotate. In `no_rope_layers` a 1 stands for one that does; without it, every so many layers one does not."""
+    listed = reader.raw.get("no_rope_layers")
+    if listed is None:
+        interval = reader.integer("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) < layers or not all(type(one) is int and one in (0, 1) for one in listed):
+        raise reader.fail("no_rope_layers", f"at least {layers} of 0 or 1")
+    return [one == 1 for one in listed[:layers]]
+
+
+FAMILY = Family(
+    name="smollm",
+    architectures=(SMOLLM3,),
+    model=MODEL,
+    rules=PLAIN_RULES,
+    read=read,
+    describe=partial(describe, PLAIN_RULES, "smollm"),
+    gguf=GGUFForm({"smollm3": SMOLLM3}, gguf_fields, interleaved_qk(["smollm3"])),
+    shared=shared,
+    cut=cut,
+)

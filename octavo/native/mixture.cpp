@@ -1,0 +1,248 @@
+// A mixture of experts. Tokens are sorted by expert, so that an expert's weights are read once for all its tokens:
+//
+//     scores (router) -> the chosen of each token, weighed -> rows in the order of experts -> gate, up -> down -> weighted sums
+//
+// The products of all experts that somebody chose, and of the one that every token goes through, are one list of panels that
+// threads take pieces of. So one token with a few experts keeps all of them busy, as do many tokens.
+#include "mixture.h"
+
+#include <cstring>
+#include <vector>
+
+#include "scalar.h"
+
+namespace octavo {
+
+struct Chosen {
+    int32_t expert;
+    float weight;
+    int64_t place;  // of the token's row in the order of experts; -1: another rank has the expert
+};
+
+struct Job {  // a product with the weights of one expert
+    Matrix matrix;
+    Rows rows;
+    Target to;
+    int64_t first;  // number of its first panel, or pair of panels, among those of all jobs
+};
+
+static RowBuffer routed_, weighed_, read_, sorted_, inner_;  // for router, shared gate, experts, experts in their order, down
+static RowBuffer shared_read_, shared_inner_;
+static Buffer scores_, gates_, chosen_, source_, gated_, made_, shared_gated_, shared_made_;
+static std::vector<Job> ups_, downs_;  // each with one more behind the last, which says where it ends
+static int64_t used_;                  // places
+
+static int64_t bits_of(const Matrix &matrix) {
+    return matrix.kind == OCTAVO_F32 ? 32 : matrix.kind == OCTAVO_Q8 ? 8 : matrix.kind == OCTAVO_Q4 ? 4 : 16;
+}
+
+// The rows of one of `held` experts; n: as many as it has, without those that fill its last panel
+static Matrix expert_of(const Matrix &all, int64_t expert, int64_t held, int64_t n) {
+    Matrix one = all;
+    const int64_t rows = all.n / held, numbers = expert * rows * padded(all);
+    one.n = n;
+    one.data = static_cast<const char *>(all.data) + numbers * bits_of(all) / 8;
+    if (has_codes(all)) one.scale = all.scale + numbers / all.group, one.offset = all.offset + numbers / all.group;
+    if (all.bias) one.bias = all.bias + expert * rows;
+    return one;
+}
+
+static int64_t row_bytes(const Rows &rows) { return rows.stride * (rows.form == Form::FLOAT ? 4 : rows.form == Form::INT8 ? 1 : 2); }
+
+static Rows some_rows(const Matrix &matrix, const Rows &all, int64_t first, int64_t count) {
+    const int64_t spans = all.stride / span_of(matrix);
+    Rows some = all;
+    some.rows = count;
+    some.codes = all.codes + first * row_bytes(all);  // all three point to the same bytes
+    some.values = reinterpret_cast<float *>(some.codes), some.halves = reinterpret_cast<uint16_t *>(some.codes);
+    if (all.scale) some.scale = all.scale + first * spans;
+    if (all.sum) some.sum = all.sum + first * spans;
+    return some;
+}
+
+static void copy_row(const Matrix &matrix, const Rows &from, int64_t row, const Rows &to, int64_t place) {
+    const int64_t spans = from.stride / span_of(matrix), bytes = row_bytes(from);
+    memcpy(to.codes + place * bytes, from.codes + row * bytes, size_t(bytes));
+    if (from.scale) memcpy(to.scale + place * spans, from.scale + row * spans, size_t(spans) * sizeof(float));
+    if (from.sum) memcpy(to.sum + place * spans, from.sum + row * spans, size_t(spans) * sizeof(float));
+}
+
+// All memory of a mixture's step, found anew wherever it is needed: it lies where it lay.
+struct Mixing {
+    const Mixture &mixture;
+    const int64_t tokens, places = tokens * mixture.chosen, hidden = mixture.router.k;
+    const int64_t each = std::max<int64_t>(1, places / mixture.count);  // rows of an expert, about: they decide how it multiplies
+    const bool shared = mixture.shared_gate_up.n > 0, weighed = mixture.shared_gate.n > 0;
+
+    Rows routed() const { return routed_.get(mixture.router, tokens, tokens); }
+    Rows weighing() const { return weighed_.get(mixture.shared_gate, tokens, tokens); }
+    Rows read() const { return whole_blocks(read_, mixture.experts_gate_up, tokens, each); }
+    Rows sorted() const { return whole_blocks(sorted_, mixture.experts_gate_up, places, each); }
+    Rows inner() const { return whole_blocks(inner_, mixture.experts_down, places, each); }
+    Rows shared_read() const { return shared_read_.get(mixture.shared_gate_up, tokens, tokens); }
+    Rows shared_inner() const { return shared_inner_.get(mixture.shared_down, tokens, tokens); }
+    float *scores() const { return scores_.get<float>(tokens * mixture.count); }
+    float *gates() const { return gates_.get<float>(tokens); }
+    Chosen *chosen() const { return chosen_.get<Chosen>(places); }
+    int64_t *source() const { return source_.get<int64_t>(places); }  // the token of each place
+    float *made() const { return made_.get<float>(places * hidden); }
+    float *shared_made() const { return shared_made_.get<float>(tokens * hidden); }
+    Target gated() const { return target_of(mixture.experts_down, inner(), gated_.get<float>(places * mixture.experts_down.k)); }
+    Target shared_gated() const {
+        return target_of(mixture.shared_down, shared_inner(), shared_gated_.get<float>(tokens * mixture.shared_down.k));
+    }
+
+private:
+    // With a block of rows behind the last: an expert's rows begin anywhere, and tiles read whole blocks.
+    static Rows whole_blocks(RowBuffer &buffer, const Matrix &matrix, int64_t count, int64_t each) {
+        Rows rows = buffer.get(matrix, count + 32, each);
+        rows.rows = count;
+        return rows;
+    }
+};
+
+// The best experts, the lower of equals first. Scores that are no numbers choose some experts too, and give no numbers.
+static void choose(const Mixture &mixture, const float *scores, Chosen *chosen) {
+    const int32_t most = mixture.chosen;
+    for (int32_t expert = 0, held = 0; expert < mixture.count; expert++) {
+        int32_t at = held;
+        while (at > 0 && scores[expert] > scores[chosen[at - 1].expert]) at--;
+        if (at == most) continue;
+        for (int32_t i = std::min(held, most - 1); i > at; i--) chosen[i] = chosen[i - 1];
+        chosen[at].expert = expert;
+        held = std::min(held + 1, most);
+    }
+    const float largest = scores[chosen[0].expert];
+    float total = 0, all = 0;
+    for (int32_t i = 0; i < most; i++) total += chosen[i].weight = fast_exp(scores[chosen[i].expert] - largest);
+    for (int32_t expert = 0; expert < mixture.count; expert++) all += fast_exp(scores[expert] - largest);
+    for (int32_t i = 0; i < most; i++) chosen[i].weight /= mixture.over_all && !mixture.normed ? all : total;
+}
+
+// Gives every chosen one its place.
+static std::vector<int64_t> sort(const Mixing &mixing) {
+    const Mixture &mixture = mixing.mixture;
+    auto here = [&](const Chosen &one) { return one.expert >= mixture.first && one.expert < mixture.first + mixture.held; };
+    std::vector<int64_t> begin(size_t(mixture.held) + 1);  // of each expert, and of the end
+    Chosen *chosen = mixing.chosen(), *end = chosen + mixing.places;
+    for (Chosen *one = chosen; one < end; one++)
+        if (here(*one)) begin[size_t(one->expert - mixture.first) + 1]++;
+    for (int32_t expert = 0; expert < mixture.held; expert++) begin[expert + 1] += begin[expert];
+    std::vector<int64_t> next = begin;
+    for (Chosen *one = chosen; one < end; one++) {
+        one->place = here(*one) ? next[size_t(one->expert - mixture.first)]++ : -1;
+        if (one->place >= 0) mixing.source()[one->place] = (one - chosen) / mixture.chosen;
+    }
+    used_ = begin.back();
+    return begin;
+}
+
+// The products of all experts that somebody chose. begin: the first place of each expert
+static void list_jobs(const Mixing &mixing, const std::vector<int64_t> &begin) {
+    const Mixture &mixture = mixing.mixture;
+    const int64_t held = mixture.held, up = mixture.experts_gate_up.n / held;
+    ups_.clear(), downs_.clear();
+    int64_t pairs = 0, rows = 0;
+    auto add = [&](const Matrix &gate_up, const Rows &read, const Target &gated, const Matrix &down, const Rows &inner, float *made) {
+        ups_.push_back({gate_up, read, gated, pairs});
+        downs_.push_back({down, inner, {made, nullptr, mixing.hidden}, rows});
+        pairs += panels(gate_up.n / 2), rows += panels(mixing.hidden);
+    };
+    if (mixing.shared)
+        add(mixture.shared_gate_up, mixing.shared_read(), mixing.shared_gated(), mixture.shared_down, mixing.shared_inner(), mixing.shared_made());
+    const Rows sorted = mixing.tokens > 1 ? mixing.sorted() : mixing.read(), inner = mixing.inner();
+    const Target gated = mixing.gated();
+    for (int64_t expert = 0; expert < held; expert++) {
+        const int64_t first = begin[expert], count = begin[expert + 1] - first, place = first * gated.stride;
+        if (count == 0) continue;
+        add(expert_of(mixture.experts_gate_up, expert, held, up),
+            some_rows(mixture.experts_gate_up, sorted, mixing.tokens > 1 ? first : 0, count),
+            {gated.values + place, gated.halves ? gated.halves + place : nullptr, gated.stride},
+            expert_of(mixture.experts_down, expert, held, mixing.hidden), some_rows(mixture.experts_down, inner, first, count),
+            mixing.made() + first * mixing.hidden);
+    }
+    ups_.push_back({{}, {}, {}, pairs}), downs_.push_back({{}, {}, {}, rows});
+}
+
+// run(job, panel, end): for pieces of all jobs' panels
+template <class Run> static void deal_jobs(const std::vector<Job> &jobs, int64_t unit, Worker &me, Run run) {
+    me.deal(jobs.back().first, unit, [&](int64_t begin, int64_t end) {
+        auto job = std::upper_bound(jobs.begin(), jobs.end(), begin, [](int64_t panel, const Job &other) { return panel < other.first; }) - 1;
+        for (; begin < end; job++) {
+            const int64_t last = std::min(end, job[1].first);
+            run(*job, begin - job->first, last - job->first);
+            begin = last;
+        }
+    });
+}
+
+static void weigh(const Mixing &mixing, float *y, int64_t token) {
+    const int64_t hidden = mixing.hidden;
+    const Chosen *chosen = mixing.chosen() + token * mixing.mixture.chosen;
+    float *sum = y + token * hidden;
+    std::fill(sum, sum + hidden, 0.0f);
+    auto add = [&](const float *row, float weight) {
+        for (int64_t i = 0; i < hidden; i++) sum[i] += weight * row[i];
+    };
+    for (int32_t i = 0; i < mixing.mixture.chosen; i++)
+        if (chosen[i].place >= 0) add(mixing.made() + chosen[i].place * hidden, chosen[i].weight);
+    if (mixing.shared) add(mixing.shared_made() + token * hidden, mixing.weighed ? 1.0f / (1.0f + fast_exp(-mixing.gates()[token])) : 1.0f);
+}
+
+void reserve_mixture(const Mixture &mixture, int64_t tokens) {
+    const Mixing mixing{mixture, tokens};
+    mixing.routed(), mixing.read(), mixing.sorted(), mixing.gated();
+    mixing.scores(), mixing.chosen(), mixing.source(), mixing.made();
+    if (mixing.weighed) mixing.weighing(), mixing.gates();
+    if (mixing.shared) mixing.shared_read(), mixing.shared_gated(), mixing.shared_made();
+}
+
+void take_token(const Mixture &mixture, int64_t tokens, int64_t token, const float *row) {
+    const Mixing mixing{mixture, tokens};
+    kernels().prepare(mixture.router, row, mixing.routed(), token);
+    kernels().prepare(mixture.experts_gate_up, row, mixing.read(), token);
+    if (mixing.weighed) kernels().prepare(mixture.shared_gate, row, mixing.weighing(), token);
+    if (mixing.shared) kernels().prepare(mixture.shared_gate_up, row, mixing.shared_read(), token);
+}
+
+void mix(const Mixture &mixture, int activation, int64_t tokens, float *y, Worker &me) {
+    const Mixing mixing{mixture, tokens};
+    multiply(mixture.router, mixing.routed(), mixing.scores(), mixture.count, me);
+    if (mixing.weighed) multiply(mixture.shared_gate, mixing.weighing(), mixing.gates(), 1, me);
+    auto choose_for = [&](int64_t token, int64_t end) {
+        for (; token < end; token++) choose(mixture, mixing.scores() + token * mixture.count, mixing.chosen() + token * mixture.chosen);
+    };
+    if (tokens > TOKENS) me.deal(tokens, TOKENS, choose_for);
+    me.deal(1, 1, [&](int64_t, int64_t) {
+        if (tokens <= TOKENS) choose_for(0, tokens);
+        list_jobs(mixing, sort(mixing));
+    });
+    if (tokens > 1)
+        me.deal(used_, TOKENS, [&](int64_t place, int64_t end) {
+            for (; place < end; place++) copy_row(mixture.experts_gate_up, mixing.read(), mixing.source()[place], mixing.sorted(), place);
+        });
+    deal_jobs(ups_, PANELS / 2, me, [&](const Job &job, int64_t pair, int64_t end) {
+        kernels().gate_up(job.matrix, activation, job.rows, pair, end, job.to, scratch(me.thread));
+    });
+    prepare(mixture.experts_down, mixing.gated(), some_rows(mixture.experts_down, mixing.inner(), 0, used_), me);
+    if (mixing.shared) prepare(mixture.shared_down, mixing.shared_gated(), mixing.shared_inner(), me);
+    deal_jobs(downs_, PANELS, me, [&](const Job &job, int64_t panel, int64_t end) {
+        kernels().product(job.matrix, job.rows, panel, end, job.to.values, job.to.stride, scratch(me.thread));
+    });
+    me.deal(tokens, TOKENS, [&](int64_t token, int64_t end) {
+        for (; token < end; token++) weigh(mixing, y, token);
+    });
+}
+
+void mix_all(const Mixture &mixture, int activation, const float *x, float *y, int64_t tokens) {
+    if (!tokens) return;
+    reserve_mixture(mixture, tokens);
+    work([&](Worker &me) {
+        me.deal(tokens, TOKENS, [&](int64_t token, int64_t end) {
+            for (; token < end; token++) take_token(mixture, tokens, token, x + token * mixture.router.k);
+        });
+        mix(mixture, activation, tokens, y, me);
+    });
+}
+
+}  // namespace octavo

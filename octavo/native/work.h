@@ -1,0 +1,113 @@
+// How threads share the work of a step: memory for it, pieces that are dealt out, and products made of such pieces.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+
+#include "dispatch.h"
+#include "pool.h"
+
+namespace octavo {
+
+// Memory that grows and is kept from step to step.
+class Buffer {
+public:
+    template <class T> T *get(int64_t count) {
+        size_t bytes = (size_t(count) * sizeof(T) + 4095) / 4096 * 4096;
+        if (bytes > bytes_) {
+            memory_.reset(static_cast<char *>(std::aligned_alloc(4096, bytes)));
+            bytes_ = bytes;
+        }
+        return reinterpret_cast<T *>(memory_.get());
+    }
+
+private:
+    struct Free {
+        void operator()(char *memory) const { std::free(memory); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    size_t bytes_ = 0;
+};
+
+// Rows prepared for a product. How they are multiplied depends on the tokens of their step: the vocabulary of a prompt's last
+// token is worth as much care as the prompt.
+struct RowBuffer {
+    Buffer values, scale, sum;
+
+    Rows get(const Matrix &matrix, int64_t count, int64_t tokens) {
+        Rows rows{};
+        rows.form = kernels().form(matrix, tokens);
+        rows.rows = count;
+        rows.stride = padded(matrix);
+        void *memory = values.get<float>((count + 31) / 32 * 32 * rows.stride);  // tiles read whole blocks of rows
+        rows.values = static_cast<float *>(memory);
+        rows.halves = static_cast<uint16_t *>(memory);
+        rows.codes = static_cast<int8_t *>(memory);
+        const int64_t spans = count * (rows.stride / span_of(matrix));
+        if (rows.form == Form::INT8 || rows.form == Form::HALF) rows.scale = scale.get<float>(spans);
+        if (rows.form == Form::INT8) rows.sum = sum.get<float>(spans);
+        return rows;
+    }
+};
+
+// A thread on its way through a step. All threads go through the same phases; every phase ends when its work is done.
+struct Worker {
+    int thread;
+    int64_t phase = 0;
+
+    // work(begin, end) for pieces of [0, count), in multiples of `unit`: large ones first, so that all get done at once.
+    template <class Work> void deal(int64_t count, int64_t unit, Work work) {
+        std::atomic<int64_t> &next = next_[phase % 3];
+        if (thread == 0) next_[(phase + 1) % 3].store(0, std::memory_order_relaxed);  // nobody has used it since the phase before last
+        for (int64_t begin = next.load(std::memory_order_relaxed); begin < count;) {
+            int64_t size = std::max<int64_t>(1, (count - begin) / (2 * pool().threads() * unit)) * unit, end = std::min(count, begin + size);
+            if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+            work(begin, end);
+            begin = next.load(std::memory_order_relaxed);
+        }
+        phase++;
+        pool().barrier();
+    }
+
+    static void start() {
+        for (auto &next : next_) next.store(0, std::memory_order_relaxed);
+    }
+
+private:
+    static inline std::atomic<int64_t> next_[3];
+};
+
+void work(const std::function<void(Worker &)> &body);  // on every thread
+
+// Where results go that are rows of the next product: to the place it reads, if bfloat16 is all that makes them ready.
+inline Target target_of(const Matrix &matrix, const Rows &rows, float *values) {
+    bool straight = rows.form == Form::BF16 && !matrix.order && rows.stride == matrix.k;
+    return {values, straight ? rows.halves : nullptr, matrix.k};
+}
+
+const int64_t TOKENS = 8;  // at least, of a piece
+const int64_t PANELS = 2;
+
+// Makes rows ready that are still floats.
+inline void prepare(const Matrix &matrix, const Target &made, const Rows &rows, Worker &me) {
+    if (made.halves) return;
+    me.deal(rows.rows, TOKENS, [&](int64_t row, int64_t end) {
+        for (; row < end; row++) kernels().prepare(matrix, made.values + row * matrix.k, rows, row);
+    });
+}
+
+inline void multiply(const Matrix &matrix, const Rows &rows, float *y, int64_t stride, Worker &me) {
+    me.deal(panels(matrix.n), PANELS, [&](int64_t panel, int64_t end) {
+        kernels().product(matrix, rows, panel, end, y, stride, scratch(me.thread));
+    });
+}
+
+inline void gate_up(const Matrix &matrix, int activation, const Rows &rows, const Target &y, Worker &me) {
+    me.deal(panels(matrix.n / 2), PANELS / 2, [&](int64_t pair, int64_t end) {
+        kernels().gate_up(matrix, activation, rows, pair, end, y, scratch(me.thread));
+    });
+}
+
+}  // namespace octavo
