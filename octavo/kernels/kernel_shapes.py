@@ -15,6 +15,7 @@ class PackedShape(NamedTuple):
     group: int
     bias: bool = False
     gated: bool = False  # it is gate over up
+    table: bool = False  # of what stands for its codes
 
 
 class AttentionShape(NamedTuple):

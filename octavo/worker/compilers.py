@@ -52,7 +52,7 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
         return None
     codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
-    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated) for one, form in codes}
+    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, bool(form.table)) for one, form in codes}
     spec = mixers[0]
     return KernelShapes(
         vocab=model.vocab_size,
@@ -91,8 +91,8 @@ def _attention(spec: AttentionSpec) -> AttentionShape:
 def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> ExpertShape:
     form = next((one.codes for one in kept if one.codes and one.matrix.name.startswith(EXPERTS)), None)
     bias = any(matrix.bias for matrix in model.matrices if matrix.name.startswith(EXPERTS))
-    bits, group = (0, 0) if form is None else (form.bits, form.group)
-    return ExpertShape(experts.count, experts.chosen, experts.scores, experts.normed, bias, bits, group)
+    codes = (0, 0, False) if form is None else (form.bits, form.group, bool(form.table))
+    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes)
 
 
 def variant(function: Any, key: str) -> str:
