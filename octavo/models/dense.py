@@ -94,7 +94,7 @@ def _read(x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Te
     return read, stream
 
 
-def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> nn.Module:
+def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> MLP | Mixture:
     """Returns the MLP that a layer of this shape has, or the mixture."""
     if (experts := shape.experts) is not None:
         routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
@@ -143,7 +143,7 @@ def few_rows(layer: DenseLayer) -> int:
         linears: tuple[Linear, ...] = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         known = mlp.gate_up.bias is None
     else:
-        linears, known = (attention.qkv, attention.output, mlp.router), isinstance(mlp, Mixture) and layer.mlp_norm is not None
+        linears, known = (attention.qkv, attention.output, mlp.router), layer.mlp_norm is not None
     known &= all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
     return attention.backend.few_rows if known else 0
 
