@@ -66,8 +66,8 @@ class Cell:
         if self.gated:
             out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
             if isinstance(self.how, Gemv):
-                return packed.gemv(x, weight, None, out, self.how, gated=True)
-            return packed.small_gemm(x, weight, None, out, self.how, gated=True)
+                return packed.gemv(x, weight, None, out, self.how, "swiglu")
+            return packed.small_gemm(x, weight, None, out, self.how, "swiglu")
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         if isinstance(self.how, int):
             return packed.by_slabs(x, weight, None, out, self.how)

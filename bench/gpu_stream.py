@@ -83,7 +83,7 @@ class Product:
         if isinstance(how, Gemv):
             return packed.gemv(x, weight, None, out, how, gated=gated), residual
         if gated:
-            return packed.small_gemm(x, weight, None, out, how, gated=True), residual
+            return packed.small_gemm(x, weight, None, out, how, "swiglu"), residual
         return packed.divided(x, weight, None, out, how), residual
 
     def exact(self) -> Tensor:

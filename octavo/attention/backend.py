@@ -61,7 +61,7 @@ class AttentionBackend(Protocol):
 
 class FewBackend(AttentionBackend, Protocol):
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Does `write` and `attend` at once for a few rows of one query, with their context in splits.
 

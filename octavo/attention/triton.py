@@ -16,7 +16,7 @@ from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
 
-SUPPORTED = ("window", "soft_cap", *BEFORE_THE_CACHE)
+SUPPORTED = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
 
 class Shares:
@@ -60,11 +60,11 @@ class TritonBackend:
         )  # fmt: skip
 
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return decode_attention_parts(
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
-            cache["k"], cache["v"], self.spec.scale, self.spec.window,
+            cache["k"], cache["v"], self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
 
 
@@ -117,13 +117,13 @@ class TritonRegions:
         )  # fmt: skip
 
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (cache[name].view(-1, batch.block_size, *cache[name].shape[2:]) for name in "kv")
         regions: Regions = batch.attention
         return decode_attention_parts(
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], regions.slots, regions.blocks,
-            batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window,
+            batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _few_rows(spec: AttentionSpec) -> int:
-    """Returns 0 where the kernel of a few rows lacks something, such as capped scores or heads that are partly rotated."""
-    return few_rows(spec.head_dim) if set(spec.features) <= {"window"} else 0
+    """Returns 0 where all heads are normed as one: a program of the kernel of a few rows sees those of one KV head."""
+    return 0 if spec.qk_norm == "whole" else few_rows(spec.head_dim)
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """A quantised matrix in the form that kernels of a GPU read: codes in words of 16 bits, scale and offset as a pair.
 
-    w[row, order[c]] = (scale[row, c // group] * code[row, c] + offset[row, c // group]) * factor
+    w[row, order[c]] = (scale[row, c // group] * code[row, c] + offset[row, c // group]) * factor        with a table: table[code[row, c]]
 
 Columns stand in blocks of 16 / bits spans, a span being 32 columns (16 where a group is no longer). A word holds the codes of
 the same column of every span, so that one shift and one mask take a whole span out of the words of a block:
@@ -32,11 +32,13 @@ class DeviceCodes:
     scales: Tensor
     factor: float  # a power of two
     order: Tensor | None  # [size]: which input column each column of codes belongs to; None: as they stand
+    table: Tensor | None = None  # [16] uint8: what stands for each code of 4 bits, where steps between weights differ
 
     def __post_init__(self) -> None:
         assert self.words.is_contiguous() and self.scales.is_contiguous()
         assert self.words.shape == (len(self), self.blocks * self.span)
         assert self.scales.shape == (len(self), -(-self.blocks * self.block // self.group))
+        assert self.table is None or (self.bits == 4 and self.table.shape == (16,) and self.table.dtype == torch.uint8)
 
     def __len__(self) -> int:
         """Returns the number of rows, which is the width of a product."""

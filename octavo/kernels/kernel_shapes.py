@@ -1,7 +1,9 @@
 """The shapes that decide which kernels of a GPU are compiled, as numbers. No torch and no Triton here, so any process can use them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from octavo.kernels.gates import Gate
 
 
 class PackedShape(NamedTuple):
@@ -13,11 +15,33 @@ class PackedShape(NamedTuple):
     group: int
     bias: bool = False
     gated: bool = False  # it is gate over up
+    table: bool = False  # of what stands for its codes
+
+
+class AttentionShape(NamedTuple):
+    """What layers of one model may differ in."""
+
+    window: int | None
+    rotated: int  # numbers of a head
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    count: int
+    chosen: int
+    scores: str
+    normed: bool
+    bias: bool
+    bits: int = 0  # of codes; 0: floats
+    group: int = 0
+    table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShapes:
-    """A model whose layers are a norm, attention over keys and values, a norm and a gated MLP."""
+    """A model whose layers are attention over keys and values and a gated MLP, or several, with norms before or after them."""
 
     vocab: int
     hidden: int
@@ -28,6 +52,13 @@ class KernelShapes:
     attention_scale: float
     norm_eps: float
     qkv_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]  # one of each kind: with and without
+    qk_norm: Literal["heads", "whole"] | None
+    attentions: tuple[AttentionShape, ...]  # one of each kind
     packed: tuple[PackedShape, ...] = ()
+    gate: Gate = "swiglu"
+    norms: Literal["before", "after", "both"] = "before"
+    wide_norms: bool = False  # whose weights are float32
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    experts: ExpertShape | None = None

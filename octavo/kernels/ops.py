@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.fp8_matrix import Fp8Matrix
+from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention as reference_attention
+from octavo.kernels.reference import fp8 as reference_fp8
 from octavo.kernels.reference import layer as reference_layer
 from octavo.kernels.reference import mixture as reference_mixture
 from octavo.kernels.reference import partial_attention as reference_partial
@@ -31,24 +34,41 @@ def _triton(name: str) -> ModuleType:
     return import_module(f"octavo.kernels.triton.{name}")
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size].
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Adds x, scaled, to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size].
 
-    Where the weight is wider than x, torch computes on a GPU too.
+    The weight of a norm is of x's dtype or float32, here and below.
     """
-    kernels = _triton("step.norm") if x.is_cuda and weight.dtype == x.dtype else reference_layer
-    normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
+    kernels = _triton("step.norm") if x.is_cuda else reference_layer
+    normed, stream = kernels.add_rms_norm(x, residual, weight, eps, scale)
     return normed, stream
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x [T, size] normalised. Torch computes it everywhere."""
-    return reference_layer.rms_norm(x, weight, eps)
+    """Returns x [T, size] normalised."""
+    normed: Tensor = (_triton("step.norm") if x.is_cuda else reference_layer).rms_norm(x, weight, eps)
+    return normed
 
 
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """Returns gelu(gate) * up [T, size]. x: [T, 2 * size], gate then up. Torch computes it everywhere."""
-    return reference_layer.gelu_and_mul(x)
+def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """Returns the new residual stream: what a sub-layer gave is normed, scaled and added."""
+    stream: Tensor = (_triton("step.norm") if x.is_cuda else reference_layer).norm_add(x, residual, after, eps, scale)
+    return stream
+
+
+def norm_add_norm(
+    x: Tensor, residual: Tensor, after: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns (the normed sum for the next sub-layer, the new residual); `after` norms x before it is added."""
+    kernels = _triton("step.norm") if x.is_cuda else reference_layer
+    normed, stream = kernels.norm_add_norm(x, residual, after, weight, eps, scale)
+    return normed, stream
+
+
+def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Scales logits in place, and then makes them cap * tanh(logits / cap)."""
+    scaled: Tensor = (_triton("step.logits") if logits.is_cuda else reference_layer).scale_logits(logits, scale, cap)
+    return scaled
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -57,23 +77,30 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return gated
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """Returns gelu(gate) * up [T, size], with the GELU that is made of a tanh. x: [T, 2 * size], gate then up"""
+    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).gelu_and_mul(x)
+    return gated
+
+
+def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
+    """Returns the gated numbers [T, size] of an MLP (`kernels/gates.py`). x: [T, 2 * size], gate then up"""
+    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).gate_and_mul(x, gate)
+    return gated
+
+
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k: [head_dim], or [all heads * head_dim] for a norm over all; eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32; narrower where the first dimensions alone are rotated
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, of qkv's dtype or float32; eps
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
-    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv.
-
-    The kernel of a GPU rotates whole heads, and norms each by a weight of its own dtype; all else torch computes there too.
-    """
-    head_dim = k_cache.shape[-1]
-    plain = norms is None or (len(norms[0]) == head_dim and norms[0].dtype == qkv.dtype)
-    kernels = _triton("step.write_kv") if qkv.is_cuda and plain and 2 * cos.shape[-1] == head_dim else reference_attention
+    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv."""
+    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_attention
     q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
     return q
 
@@ -93,17 +120,16 @@ def paged_attention(
     paged: bool = True,
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
     soft_cap: float | None = None,
-    sinks: Tensor | None = None,  # [heads], on a CPU: a score that takes part in the softmax and has no value
+    sinks: Tensor | None = None,  # [heads]: of each head a score that takes part in the softmax and has no value
 ) -> Tensor:
     """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
         rows = tables, query_start, context_len
         return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap, sinks=sinks)
-    assert sinks is None, "the kernel has none"
     kernels = _triton("attention.paged_attention")
     kernels.paged_attention(
         q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,
-        soft_cap=soft_cap,
+        soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
     return out
 
@@ -120,6 +146,7 @@ def partial_attention(
     ranks: int,
     window: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,  # on a CPU: of k and v, where these are codes
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns attention over the keys that this rank keeps [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
 
@@ -127,9 +154,9 @@ def partial_attention(
     """
     rows = tables, query_start, context_len
     if not q.is_cuda:
-        return reference_partial.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window, scales)
+        return reference_partial.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window, scales, soft_cap)
     kernels = _triton("attention.partial_attention")
-    out, lse = kernels.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window)
+    out, lse = kernels.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window, soft_cap)
     return out, lse
 
 
@@ -143,20 +170,54 @@ def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, win
 
 def few_rows(head_dim: int) -> int:
     """Returns the most rows of a decode step that the kernels below can take."""
-    return GEMV_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
+    return GEMV_ROWS if head_dim % 16 == 0 and head_dim <= 256 else 0
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,  # None: the product is that of the sum itself
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    after: Tensor | None = None,  # norms x before it is added
+    scale: float = 1.0,  # of what is added
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(x + residual) W^T, the new residual)."""
-    product, stream = (_triton("gemv.products") if x.is_cuda else reference_layer).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    kernels = _triton("gemv.products") if x.is_cuda else reference_layer
+    product, stream = kernels.norm_linear(x, residual, norm_weight, eps, weight, bias, after, scale)
     return product, stream
 
 
-def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (silu(gate) * up of rms_norm(x + residual), the new residual). weight: [2 * size, in], gate over up"""
-    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_layer).gate_up(x, residual, norm_weight, eps, weight)
+def norm_router(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,  # [experts, in]
+    bias: Tensor | None,
+    after: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (logits of all experts, the normed rows they were made of, the new residual); as `norm_linear` has them."""
+    kernels = _triton("gemv.products") if x.is_cuda else reference_layer
+    logits, normed, stream = kernels.norm_router(x, residual, norm_weight, eps, weight, bias, after, scale)
+    return logits, normed, stream
+
+
+def gate_up(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,  # [2 * size, in], gate over up
+    after: Tensor | None = None,
+    scale: float = 1.0,
+    gate: Gate = "swiglu",
+) -> tuple[Tensor, Tensor]:
+    """Returns (the gated numbers of rms_norm(x + residual), the new residual); as `norm_linear` has them."""
+    kernels = _triton("gemv.products") if x.is_cuda else reference_layer
+    gated, stream = kernels.gate_up(x, residual, norm_weight, eps, weight, after, scale, gate)
     return gated, stream
 
 
@@ -180,8 +241,8 @@ def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], of qkv's dtype or float32; eps
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
@@ -191,14 +252,16 @@ def decode_attention_parts(
     v_cache: Tensor,
     scale: float,
     window: int | None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
 ) -> tuple[Tensor, Tensor]:
-    """Writes the cache and attends, in splits of the context.
+    """Writes the cache and attends, in splits of the context. The first split has the sinks in its log-sum-exp.
 
     Returns (parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32.
     """
     kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_attention
     parts, parts_lse = kernels.decode_attention_parts(
-        qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
+        qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window, soft_cap, sinks
     )
     return parts, parts_lse
 
@@ -268,9 +331,9 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
     return product
 
 
-def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
-    """Returns silu(gate) * up. The weight has the rows of gate, then those of up."""
-    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_gate_up(x, weight)
+def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
+    """Returns the gated numbers. The weight has the rows of gate, then those of up."""
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_gate_up(x, weight, gate)
     return product
 
 
@@ -285,7 +348,8 @@ def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tu
 
     logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum up to 1
     """
-    return reference_mixture.choose_experts(logits, chosen, scores, normed)
+    ids, weights = (_triton("moe.route") if logits.is_cuda else reference_mixture).choose_experts(logits, chosen, scores, normed)
+    return ids, weights
 
 
 def mixture(
@@ -299,4 +363,12 @@ def mixture(
     first: int = 0,  # the number of the first expert of the stacks; those that they do not have add nothing
 ) -> Tensor:
     """Returns the weighted sum of what the chosen experts give each token [T, hidden]."""
-    return reference_mixture.mixture(x, ids, weights, gate_up, down, biases, activation, first)
+    kernels = _triton("moe.products") if x.is_cuda else reference_mixture
+    mixed: Tensor = kernels.mixture(x, ids, weights, gate_up, down, biases, activation, first)
+    return mixed
+
+
+def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
+    """Returns x W^T [rows, out]. x: [rows, in]. A GPU needs matrix units for 8-bit floats: compute capability 8.9 or higher."""
+    product: Tensor = (_triton("fp8") if x.is_cuda else reference_fp8).fp8_linear(x, weight, bias)
+    return product

@@ -14,7 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.ops import add_rms_norm, gelu_and_mul, rms_norm
+from octavo.kernels.gates import Gate
+from octavo.kernels.ops import add_rms_norm, gate_and_mul, rms_norm, scale_logits
 from octavo.layers.comm import Comm
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
@@ -85,9 +86,7 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns logits [S, tokens of this rank] of hidden states [S, hidden], in `out` if that is given."""
         logits = self.matrix.scheme.apply(self.matrix, hidden, out)
-        if self.scale != 1:
-            logits.mul_(self.scale)
-        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits if self.scale == 1 and self.cap is None else scale_logits(logits, self.scale, self.cap)
 
     @property
     def matrix(self) -> "LMHead | Embedding":
@@ -114,7 +113,7 @@ class MLP(nn.Module):
     """The gated MLP: down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product."""
 
     def __init__(
-        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm, activation: str = "swiglu"
+        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm, activation: Gate = "swiglu"
     ) -> None:
         super().__init__()
         assert activation in ("swiglu", "geglu"), f"no MLP of kind {activation}"
@@ -127,6 +126,6 @@ class MLP(nn.Module):
         return out
 
     def _gated(self, x: Tensor) -> Tensor:
-        if self.activation == "geglu":
-            return gelu_and_mul(self.gate_up(x))
+        if self.activation != "swiglu":
+            return gate_and_mul(self.gate_up(x), self.activation)
         return self.gate_up.scheme.gated(self.gate_up, x)

@@ -82,7 +82,11 @@ class Mixture(nn.Module):
             self.shared_gate = Linear(hidden_size, 1, False, scheme, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids, weights = choose_experts(self.router(x), self.routing.chosen, self.routing.scores, self.routing.normed)
+        return self.mix(x, self.router(x))
+
+    def mix(self, x: Tensor, logits: Tensor) -> Tensor:
+        """As `forward`, with the logits of all experts [T, count]."""
+        ids, weights = choose_experts(logits, self.routing.chosen, self.routing.scores, self.routing.normed)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
         out = mixture(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
         if self.shared is not None:

@@ -12,7 +12,9 @@ from octavo.kernels.ops import (
     gate_up,
     merge_linear,
     merge_parts,
+    norm_add_norm,
     norm_linear,
+    norm_router,
     packed_gate_up,
     packed_linear,
 )
@@ -72,7 +74,10 @@ class DenseLayer(nn.Module):
         return self.attention(x, batch.caches[self.layer], batch), residual
 
     def _join(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return _read(self._added(self.attention.output(mixed), self.attention_after_norm), residual, self.mlp_norm)
+        x, after, before = self.attention.output(mixed), self.attention_after_norm, self.mlp_norm
+        if after is not None and before is not None:
+            return norm_add_norm(x, residual, after.weight, before.weight, before.eps, self.residual_scale)
+        return _read(self._added(x, after), residual, before)
 
     def _added(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """Returns what a sub-layer adds to the stream."""
@@ -89,7 +94,7 @@ def _read(x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Te
     return read, stream
 
 
-def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> nn.Module:
+def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> MLP | Mixture:
     """Returns the MLP that a layer of this shape has, or the mixture."""
     if (experts := shape.experts) is not None:
         routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
@@ -122,44 +127,62 @@ class DenseModel(Decoder):
 #     norm_linear              residual add, norm, q k v
 #     attend_few               norms of the heads, rotation, cache write, attention in splits
 #     merge_linear             merge of the splits, output
-#     gate_up                  residual add, norm, gate and up, silu(gate) * up
+#     gate_up                  norm of what attention gave, residual add, norm, gate and up, silu(gate) * up
 #     few_linear               down
 #
-# For matrices that are kept as codes, norms and the merge are separate kernels. The result is that of the plain layer. A single
-# stream waits for one kernel after the other, so fewer of them make it faster; and each begins while the one before still runs.
+# Of a mixture, the last two are four: the router with what stands before it, the choice, gate and up, down. A norm after the last
+# product is a kernel of its own. For matrices that are kept as codes, norms and the merge are separate kernels. The result is that of
+# the plain layer. A single stream waits for one kernel after the other, so fewer of them make it faster; and each begins while the
+# one before still runs.
 
 
 def few_rows(layer: DenseLayer) -> int:
-    """Returns the most rows that these kernels can compute: 0 if the layer has something that they lack.
-
-    They know norms before sub-layers with weights of the run's dtype, a SwiGLU MLP without biases on gate and up, and sums without scales.
-    """
-    attention, mlp, norm = layer.attention, layer.mlp, layer.attention_norm
-    if norm is None or layer.attention_after_norm is not None or layer.residual_scale != 1 or norm.weight.dtype != attention.dtype:
-        return 0
-    if not isinstance(mlp, MLP) or mlp.activation != "swiglu" or mlp.gate_up.bias is not None:
-        return 0
-    linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-    known = all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
+    """Returns the most rows that these kernels can compute: 0 if the layer has something that they lack, such as biases on gate and up."""
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(mlp, MLP):
+        linears: tuple[Linear, ...] = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+        known = mlp.gate_up.bias is None
+    else:
+        linears, known = (attention.qkv, attention.output, mlp.router), layer.mlp_norm is not None
+    known &= all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
     return attention.backend.few_rows if known else 0
 
 
 def few(layer: DenseLayer, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     """Computes the layer for one new token in each row, if it has `few_rows`."""
-    attention, mlp = layer.attention, cast(MLP, layer.mlp)
-    qkv, residual = _norm_linear(attention.qkv, x, residual, cast(RMSNorm, layer.attention_norm))
-    cache = batch.caches[layer.layer]
-    parts, parts_lse = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
+    attention, mlp = layer.attention, layer.mlp
+    qkv, residual = _norm_linear(attention.qkv, x, residual, layer.attention_norm)
+    cache, backend = batch.caches[layer.layer], cast(FewBackend, attention.backend)
+    parts, parts_lse = backend.attend_few(qkv, attention.norms, attention.rope, cache, batch, attention.sinks)
     x = attention.output.comm.all_reduce(_merge_linear(attention.output, parts, parts_lse, x.dtype))
-    gated, residual = _gate_up(mlp.gate_up, x, residual, cast(RMSNorm, layer.mlp_norm))
-    return mlp.down.comm.all_reduce(_linear(mlp.down, gated)), residual
+    front = layer.attention_after_norm, layer.residual_scale
+    if isinstance(mlp, Mixture):
+        logits, x, residual = _norm_router(mlp.router, x, residual, cast(RMSNorm, layer.mlp_norm), *front)
+        return layer._added(mlp.mix(x, logits), layer.mlp_after_norm), residual
+    gated, residual = _gate_up(mlp, x, residual, layer.mlp_norm, *front)
+    return layer._added(mlp.down.comm.all_reduce(_linear(mlp.down, gated)), layer.mlp_after_norm), residual
 
 
-def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
     if _is_packed(linear):
-        x, residual = norm(x, residual)
+        x, residual = _read(x, residual, norm)
         return packed_linear(x, *_parameters(linear)), residual
-    return norm_linear(x, residual, norm.weight, norm.eps, *_parameters(linear))
+    return norm_linear(x, residual, *_norm(norm), *_parameters(linear))
+
+
+def _norm_router(
+    router: Linear, x: Tensor, residual: Tensor, norm: RMSNorm, after: RMSNorm | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_packed(router):
+        x = x if after is None else after.alone(x)
+        x, residual = norm(x if scale == 1 else x * scale, residual)
+        return router(x), x, residual
+    of_after = None if after is None else after.weight
+    return norm_router(x, residual, norm.weight, norm.eps, *_parameters(router), of_after, scale)
+
+
+def _norm(norm: RMSNorm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps)
 
 
 def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,11 +191,17 @@ def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch
     return merge_linear(parts, parts_lse, *_parameters(linear))
 
 
-def _gate_up(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def _gate_up(
+    mlp: MLP, x: Tensor, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    linear = mlp.gate_up
     if _is_packed(linear):
-        x, residual = norm(x, residual)
-        return packed_gate_up(x, _parameters(linear)[0]), residual
-    return gate_up(x, residual, norm.weight, norm.eps, _parameters(linear)[0])
+        x = x if after is None else after.alone(x)
+        x, residual = _read(x if scale == 1 else x * scale, residual, norm)
+        return packed_gate_up(x, _parameters(linear)[0], mlp.activation), residual
+    weight, eps = _norm(norm)
+    of_after, after_eps = _norm(after)
+    return gate_up(x, residual, weight, eps or after_eps, _parameters(linear)[0], of_after, scale, mlp.activation)
 
 
 def _linear(linear: Linear, x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Packed:
 
     def fill(self, layer: nn.Module, weight: PackedWeight, device: torch.device) -> None:
         layer.codes = codes = repack(weight, device)  # type: ignore[assignment]
-        for name, tensor in (("words", codes.words), ("scales", codes.scales), ("order", codes.order)):
+        for name, tensor in (("words", codes.words), ("scales", codes.scales), ("order", codes.order), ("table", codes.table)):
             layer.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def finalize(self, layer: nn.Module) -> None:
@@ -99,7 +99,6 @@ class Packed:
 
 
 def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:
-    weight = weight.without_table()
     n, k = weight.shape
     block = block_size(weight.bits, weight.group)
     filling, span = -k % block, min(weight.group, block * weight.bits // 16)
@@ -111,4 +110,5 @@ def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:
     groups = -(-(k + filling) // weight.group)
     scales = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1])).view(torch.int32).squeeze(-1).contiguous()
     order = None if weight.order is None else weight.order.long().to(device)
-    return DeviceCodes(weight.bits, weight.group, k, words, scales, weight.factor, order)
+    table = None if weight.table is None else weight.table.to(device)
+    return DeviceCodes(weight.bits, weight.group, k, words, scales, weight.factor, order, table)

@@ -25,7 +25,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.child import die_with
-from octavo.kernels.kernel_shapes import KernelShapes, PackedShape
+from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, KernelShapes, PackedShape
 from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
@@ -127,11 +127,16 @@ def say(results: int, *words: str) -> None:
     os.write(results, " ".join(" ".join(words).split()).encode() + b"\n")
 
 
+LISTED: dict[str, Any] = {"packed": PackedShape, "attentions": AttentionShape}
+
+
 def read_wanted(line: str) -> Wanted:
     words = json.loads(line)
     shapes = words.pop("shapes")
-    packed = tuple(PackedShape(*one) for one in shapes["packed"])
-    return Wanted(KernelShapes(**shapes | {"windows": tuple(shapes["windows"]), "packed": packed}), **words)
+    packed, attentions = (tuple(kind(*one) for one in shapes.pop(name)) for name, kind in LISTED.items())
+    experts = shapes.pop("experts")
+    found = KernelShapes(**shapes, packed=packed, attentions=attentions, experts=experts and ExpertShape(**experts))
+    return Wanted(found, **words)
 
 
 def main(parent: int) -> None:

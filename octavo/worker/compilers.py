@@ -22,12 +22,13 @@ from typing import Any, Literal
 
 from octavo.attention.spec import AttentionSpec
 from octavo.child import command
-from octavo.kernels.kernel_shapes import KernelShapes, PackedShape
+from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, KernelShapes, PackedShape
 from octavo.log import Stopwatch, logger
-from octavo.policy.description import ModelDescription
+from octavo.policy.description import Experts, LayerShape, ModelDescription
 from octavo.policy.model_size import Kept
 
 DRIVER = "driver"  # what Triton itself needs to launch anything
+EXPERTS = "experts_"  # what names of stacks begin with
 SEEN, DONE, FAILED = "all", "done", "failed"  # what a line from there begins with
 
 
@@ -47,13 +48,12 @@ class Wanted:
 def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | None:
     """Returns what to compile for this model, or None if its layers are of a kind that other kernels compute. `kept`: its matrices"""
     mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
-    if model.unlike_the_plain_layer() is not None or len({replace(mixer, window=None) for mixer in mixers}) != 1:
+    layer, alike = model.layers[0], {replace(mixer, window=None, rope=None) for mixer in mixers}
+    if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
         return None
-    if set(mixers[0].features) - {"window"}:
-        return None
-    codes = [(one.matrix, one.codes) for one in kept if one.codes]
-    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated) for one, form in codes}
-    layer, spec = model.layers[0], mixers[0]
+    codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
+    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, bool(form.table)) for one, form in codes}
+    spec = mixers[0]
     return KernelShapes(
         vocab=model.vocab_size,
         hidden=model.hidden_size,
@@ -64,10 +64,35 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
         attention_scale=spec.scale,
         norm_eps=layer.norm.eps,
         qkv_bias=any(matrix.bias for matrix in model.matrices if matrix.name == "qkv"),
-        qk_norm=spec.qk_norm is not None,
-        windows=tuple({mixer.window is not None: mixer.window for mixer in mixers}.values()),
+        qk_norm=spec.qk_norm,
+        attentions=tuple({(one.window is None, one.rotated): one for one in map(_attention, mixers)}.values()),
         packed=tuple(sorted(packed)),
+        gate=layer.mlp.activation,
+        norms=layer.norms,
+        wide_norms=any(vector.wide for vector in model.vectors),
+        residual_scale=layer.residual_scale,
+        logit_scale=model.logit_scale,
+        logit_cap=model.logit_cap,
+        experts=None if layer.mlp.experts is None else _experts(layer.mlp.experts, model, kept),
     )
+
+
+def _differs(layer: LayerShape, first: LayerShape) -> bool:
+    """Whether kernels of another kind are called for it, or other ones than for the first."""
+    own, other = (replace(one, mixer=first.mixer) for one in (layer, first))
+    return own != other or layer.parallel or layer.norm.kind != "rms"
+
+
+def _attention(spec: AttentionSpec) -> AttentionShape:
+    rotated = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
+    return AttentionShape(spec.window, 0 if spec.rope is None else rotated, spec.soft_cap, spec.sinks)
+
+
+def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> ExpertShape:
+    form = next((one.codes for one in kept if one.codes and one.matrix.name.startswith(EXPERTS)), None)
+    bias = any(matrix.bias for matrix in model.matrices if matrix.name.startswith(EXPERTS))
+    codes = (0, 0, False) if form is None else (form.bits, form.group, bool(form.table))
+    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes)
 
 
 def variant(function: Any, key: str) -> str:

@@ -14,6 +14,7 @@ from octavo.loading.resolve import load_model_config, source_of
 from tests.equivalence.test_transformers import random_prompts
 from tests.support.greedy import compare_with_reference
 from tests.support.mixtures import MIXTURES, VOCAB, plain_folder, tiny_mixture, to_mxfp4
+from tests.support.places import PLACES, Place, open_engine
 
 HUB_NAMES = {
     "MixtralForCausalLM": ["model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.experts.4.w3.weight"],
@@ -48,6 +49,18 @@ def test_mixtures_give_the_tokens_transformers_gives(architecture: str, native: 
         assert set(HUB_NAMES[architecture]) <= set(file.keys())  # the names of files on the hub
     outputs = greedy(folder, random_prompts(requests, VOCAB, 60, seed=2), tokens, native=native)
     accepted(folder, outputs, requests * tokens)
+
+
+@PLACES
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_mixtures_give_them_on_a_gpu_too(architecture: str, place: Place, tmp_path: Path) -> None:
+    """One row, which takes the kernels for a few, and several."""
+    folder = tiny_mixture(tmp_path / "model", architecture, seed=3)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=4)
+    with open_engine(folder, place, dtype="float32", max_num_seqs=8, num_gpu_blocks_override=300) as llm:
+        prompts = random_prompts(6, VOCAB, 60, seed=4)
+        outputs = llm.generate(prompts[:1], params, use_tqdm=False) + llm.generate(prompts[1:], params, use_tqdm=False)
+    accepted(folder, outputs, 6 * 8)
 
 
 def test_gpt_oss_as_on_the_hub_gives_the_tokens_transformers_gives(tmp_path: Path) -> None:

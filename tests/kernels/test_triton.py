@@ -93,8 +93,9 @@ def compiled(cache: Path, *wanted: str) -> list[list[str]]:
 # promise: kernels-gpus-compute
 def test_the_largest_kernels_compile_without_spilling(tmp_path: Path) -> None:
     """Those of Hopper. All others are compiled by hand, below."""
-    taken = compiled(tmp_path, "90:largest,attention")
-    assert {"prefill_hopper", "packed_gemm"} <= {name for _, name, _ in taken} and "wgmma" in {units for _, _, units in taken}
+    taken = compiled(tmp_path, "90:largest,attention,mixture")
+    assert {"prefill_hopper", "packed_gemm", "down_row"} <= {name for _, name, _ in taken}
+    assert {("90", "multiply_tiles", "wgmma"), ("90", "packed_gemm", "wgmma")} <= set(map(tuple, taken))
 
 
 @pytest.mark.soak
@@ -102,8 +103,11 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     """All of them for Hopper; for an older kind the largest, since what fits there and how products are made differs."""
     taken = compiled(tmp_path, "90:every", "86:largest,attention")
     names = {name for capability, name, _ in taken if capability == "90"}
-    layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "fused_decode", "add_norm", "gate_rows"}
+    layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "fused_decode", "add_norm", "gate_rows", "scale_tile"}
     products = {"gemv", "merge_gemv", "merge_heads"}
+    products |= {"route", "line_up", "gate_up_row", "down_row", "multiply_tiles", "sum_choices"}
+    products |= {"fp8_row", "round_rows", "fp8_tiles"}
+    products |= {"gate_up_codes", "down_codes", "multiply_tiles_of_codes"}
     products |= {"packed_gemv", "packed_small_gemm", "packed_gemm", "sum_shares", "unpack_tile"}
     sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "draw_fallback", "stand", "nearest"}
     assert names == layers | products | sampling | {"lay_out", "edit_rows"}

@@ -2,7 +2,7 @@
 
     every       each kernel, as an engine calls it          largest     the one with the largest tiles, and one with assembly in it
     further     attention of other types and head sizes, with all that scores can have; caches without new tokens; one row
-    attention   prefill and decode of the commonest shape
+    attention   prefill and decode of the commonest shape       mixture     of experts, of floats, for one token and for many
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,20 +28,27 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.fp8_matrix import Fp8Matrix
+from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.fp8 import fp8_linear
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.moe.products import mixture
+from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul, silu_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.logits import scale_logits
+from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
 from octavo.kernels.triton.step.write_kv import write_kv
+from octavo.kernels.triton.target import capability
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -67,10 +75,10 @@ def _help_of(ptxas: str) -> str:
     return subprocess.run([ptxas, "--help"], capture_output=True, text=True, check=True).stdout
 
 
-def compile_only(capability: int) -> list[str]:
+def compile_only(target: int) -> list[str]:
     """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
     run, taken = JITFunction.run, []
-    spills, shared = SPILLED.get(capability, {}), SHARED_MEMORY[capability]
+    spills, shared = SPILLED.get(target, {}), SHARED_MEMORY[target]
 
     def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as said:
@@ -79,11 +87,11 @@ def compile_only(capability: int) -> list[str]:
             return  # compiled before
         name, spilled = self.fn.__name__, sum(map(int, re.findall(r"(\d+) bytes spill", said.getvalue())))
         products = next((word for word, sign in PRODUCTS.items() if sign in kernel.asm["ptx"]), "-")
-        taken.append(f"{capability} {name} {products} spilled {spilled} shared {kernel.metadata.shared}")
+        taken.append(f"{target} {name} {products} spilled {spilled} shared {kernel.metadata.shared}")
         assert spilled <= spills.get(name, PUT_ASIDE) and kernel.metadata.shared <= shared, taken[-1]
 
     knobs.nvidia.dump_ptxas_log = True
-    driver.set_active(NoGPU(capability))
+    driver.set_active(NoGPU(target))
     JITFunction.run = compiled
     return taken
 
@@ -112,8 +120,51 @@ def compile_few(rows: int) -> None:
     linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
 
 
+def compile_heads(heads: int, kv_heads: int, dim: int, rotated: int, **options: Any) -> None:
+    """One row, with weights of norms in float32."""
+    index, tables = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 300, dtype=torch.int32)
+    cache, turns = torch.empty(9, 16, kv_heads, dim, **BF16), torch.empty(64, rotated // 2)
+    qkv, norms = torch.empty(1, (heads + 2 * kv_heads) * dim, **BF16), (torch.empty(dim), torch.empty(dim), 1e-6)
+    write_kv(qkv, norms, turns, turns, index, index, cache, cache)
+    parts = decode_attention_parts(qkv, norms, turns, turns, index, index, tables, index, cache, cache, 0.1, **options)
+    merge_linear(*parts, torch.empty(2560, heads * dim, **BF16)), merge_parts(*parts, torch.bfloat16)
+
+
+def compile_mixture(
+    tokens: int, hidden: int, inner: int, chosen: int, group: int = 0, table: bool = False, gate: Gate = "swiglu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """Of 16 experts, as floats, or as codes of 4 bits if there is a group; gates of clamped numbers come with biases."""
+    count, x = 16, torch.empty(tokens, hidden, dtype=dtype)
+    shapes = (count * 2 * inner, hidden), (count * hidden, inner)
+    if group:
+        values = torch.zeros(16, dtype=torch.uint8) if table else None
+        stacks: list[Any] = [replace(zero_codes(*shape, 4, group, "cpu"), table=values) for shape in shapes]
+    else:
+        stacks = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    biases = (torch.empty(shapes[0][0], dtype=dtype), torch.empty(shapes[1][0], dtype=dtype)) if gate == "clamped" else None
+    ids, weights = choose_experts(torch.empty(tokens, count, dtype=dtype), chosen, "all", True)
+    mixture(x, ids, weights, *stacks, biases, gate)
+
+
+def compile_mixtures() -> None:
+    """Of floats and of codes, with tiles of every size."""
+    for tokens in (1, 16, 64, 2048):
+        compile_mixture(tokens, 2048, 768, 8)
+    for tokens in (1, 64, 2048):
+        compile_mixture(tokens, 2048, 768, 8, group=128)
+        compile_mixture(tokens, 2880, 2880, 4, group=32, table=True, gate="clamped")
+
+
 def compile_packed(rows: int, group: int = 128, size: int = SIZE) -> None:
     packed_linear(torch.empty(rows, size, **BF16), zero_codes(1024, size, 4, group, "cpu"))
+
+
+def compile_fp8() -> None:
+    values = torch.empty(1024, SIZE, dtype=torch.float8_e4m3fn)
+    for rows in (1, 16, 256):
+        fp8_linear(torch.empty(rows, SIZE, **BF16), Fp8Matrix(values, torch.empty(1024, 1), (1, SIZE)))
+        fp8_linear(torch.empty(rows, SIZE, **BF16), Fp8Matrix(values, torch.empty(8, SIZE // 128), (128, 128)))
 
 
 def compile_sampling() -> None:
@@ -133,6 +184,10 @@ def compile_every() -> None:
     compile_few(4)
     x = torch.empty(4, SIZE, **BF16)
     silu_and_mul(x), add_rms_norm(x, x, torch.empty(SIZE, **BF16), 1e-6)
+    gate_and_mul(x, "geglu"), norm_add_norm(x, x, torch.empty(SIZE), torch.empty(SIZE), 1e-6), scale_logits(x, 0.5, 30.0)
+    compile_mixtures()
+    if capability() >= 89:
+        compile_fp8()
     compile_sampling()
     for rows in (1, 4, 16, 64, 256):
         compile_packed(rows)
@@ -143,6 +198,15 @@ def compile_every() -> None:
 
 def compile_further() -> None:
     learned = torch.ones(32)
+    compile_heads(64, 8, 64, 64, window=128, sinks=torch.ones(64))
+    compile_heads(8, 4, 256, 256, window=1024)
+    compile_heads(32, 32, 96, 96)
+    compile_heads(8, 4, 256, 0, soft_cap=50.0)
+    compile_attention(64, torch.bfloat16, 64, 8, window=128, sinks=torch.ones(64))
+    compile_attention(256, torch.bfloat16, 8, 4, window=1024)
+    compile_attention(192, torch.bfloat16, 16, 4)
+    compile_mixture(1, 512, 256, 2, dtype=torch.float32), compile_mixture(32, 512, 256, 2, dtype=torch.float32)
+    compile_mixture(32, 512, 256, 2, group=32, dtype=torch.float32)
     for fresh in (True, False):
         compile_attention(64, torch.float16, 14, 2, fresh=fresh)
         compile_attention(128, torch.bfloat16, 16, layout="hnd", window=100, fresh=fresh)
@@ -161,10 +225,11 @@ def compile_largest() -> None:
     compile_packed(256)
 
 
-LISTS: dict[str, Callable[[], None]] = {
+LISTS: dict[str, Callable[[], object]] = {
     "every": compile_every,
     "further": compile_further,
     "largest": compile_largest,
+    "mixture": lambda: [compile_mixture(tokens, 2048, 768, 8) for tokens in (1, 64)],
     "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
 }
 
@@ -172,12 +237,12 @@ LISTS: dict[str, Callable[[], None]] = {
 def main(wanted: dict[int, list[str]]) -> int:
     """How many capabilities failed. A process for each: what kernels are compiled for, Triton asks once."""
     failed = 0
-    for capability in known(list(wanted)):
+    for target in known(list(wanted)):
         pid = os.fork()
         if not pid:
             try:
-                taken = compile_only(capability)
-                for one in wanted[capability]:
+                taken = compile_only(target)
+                for one in wanted[target]:
                     LISTS[one]()
                 print("\n".join(taken), flush=True)
             except BaseException:

@@ -1,9 +1,9 @@
 """Triton's interpreter, made to run under this numpy and to compute in bfloat16 as a GPU does.
 
-It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, and its dot multiplies
-the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices in a way that numpy
-no longer allows. And it is slow: whenever a function is called it looks through the whole language for what is to be replaced,
-for each operation it makes a table of all types, and for each value it describes its shape anew.
+It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, as it does to 8-bit floats,
+and its dot multiplies the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices
+in a way that numpy no longer allows. And it is slow: whenever a function is called it looks through the whole language for what is
+to be replaced, for each operation it makes a table of all types, and for each value it describes its shape anew.
 """
 
 from functools import cache
@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language import core
@@ -23,6 +24,7 @@ assert core is tl.core
 
 def mend() -> None:
     cast, dot, patch_tensor = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+    float_to_float = InterpreterBuilder.create_fp_to_fp
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         kinds = src.dtype.scalar, dst_type.scalar
@@ -31,6 +33,11 @@ def mend() -> None:
         if kinds == (tl.bfloat16, tl.float32):
             return TensorHandle(_widen(src.data), tl.float32)
         return cast(self, src, dst_type)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) == (tl.float32, tl.float8e4nv):
+            return TensorHandle(_narrow_to_8(src.data), tl.float8e4nv)
+        return float_to_float(self, src, dst_type, rounding)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         if a.dtype.scalar == tl.bfloat16:
@@ -45,7 +52,7 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
-    InterpreterBuilder.create_fma = create_fma
+    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_to_fp = create_fma, create_fp_to_fp
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter._patch_lang(mend)  # as in a function that sees all there is of the language, here `tl` and `core`: once is enough
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
@@ -89,6 +96,10 @@ def _describe_shapes_once() -> None:
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_impl_value, cast_to
 
+
+
+def _narrow_to_8(numbers: Any) -> Any:
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def _widen(bits: Any) -> Any:

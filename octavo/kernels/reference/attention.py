@@ -149,8 +149,8 @@ def paged_attention(
 
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k: [head_dim], or [all heads * head_dim] for a norm over all; eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32; narrower where the first dimensions alone are rotated
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, eps
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
@@ -165,7 +165,7 @@ def write_kv(
     normed_q, normed_k = q, k
     if norms is not None:
         normed_q, normed_k = norm_heads(q, norms[0], norms[2]), norm_heads(k, norms[1], norms[2])
-    turns = cos[positions], sin[positions]  # [T, head_dim / 2] each
+    turns = cos[positions], sin[positions]  # [T, rotated / 2] each
     q.copy_(rotate(normed_q, *turns))
     k.copy_(rotate(normed_k, *turns))
     places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided: there is no view of it by slots
@@ -176,7 +176,7 @@ def write_kv(
 def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
@@ -186,6 +186,8 @@ def decode_attention_parts(
     v_cache: Tensor,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Writes the cache, then attends. The first split holds all of it, the others are empty.
@@ -200,7 +202,7 @@ def decode_attention_parts(
     q = write_kv(qkv[rows], norms, cos, sin, positions[rows].long(), slots[rows].long(), k_cache, v_cache)
     out, lse = parts.new_empty(q.shape), parts.new_empty(q.shape[:2])
     starts = torch.arange(len(rows) + 1)
-    paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse)
+    paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse, soft_cap, sinks)
     parts[rows, 0], parts_lse[rows, 0] = out, lse / math.log(2)
     return parts, parts_lse
 

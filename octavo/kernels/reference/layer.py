@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
+from octavo.kernels.gates import ALPHA, CLAMP, Gate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,9 +31,9 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x.flatten(1), weight, eps).view(x.shape)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual)."""
-    residual = residual + x
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Adds x, scaled, to the residual stream and normalises the sum. Returns (normed, new residual)."""
+    residual = residual + (x if scale == 1.0 else x * scale)
     return rms_norm(residual, weight, eps), residual
 
 
@@ -65,6 +66,34 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
+    """Returns the gated numbers [T, size] of an MLP (`kernels/gates.py`). x: [T, 2 * size], gate then up"""
+    if gate != "clamped":
+        return silu_and_mul(x) if gate == "swiglu" else gelu_and_mul(x)
+    low, up = x.float().chunk(2, dim=-1)
+    low = low.clamp(max=CLAMP)
+    return ((up.clamp(-CLAMP, CLAMP) + 1) * low * torch.sigmoid(ALPHA * low)).to(x.dtype)
+
+
+def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """Returns the new residual stream: what a sub-layer gave is normed, scaled and added."""
+    return residual + rms_norm(x, after, eps) * scale
+
+
+def norm_add_norm(
+    x: Tensor, residual: Tensor, after: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns (the normed sum for the next sub-layer, the new residual); `after` norms x before it is added."""
+    stream = norm_add(x, residual, after, eps, scale)
+    return rms_norm(stream, weight, eps), stream
+
+
+def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Scales logits in place, and then makes them cap * tanh(logits / cap)."""
+    wide = logits.float() * scale
+    return logits.copy_(wide if cap is None else cap * torch.tanh(wide / cap))
+
+
 # -- products of a few rows, each with the step before or after it
 
 
@@ -74,11 +103,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,  # None: the product is that of the sum itself
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    after: Tensor | None = None,  # norms x before it is added
+    scale: float = 1.0,  # of what is added
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(x + residual) W^T, the new residual)."""
-    normed, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return F.linear(normed, weight, bias), stream
+    x = x if after is None else rms_norm(x, after, eps)
+    stream = residual + (x if scale == 1.0 else x * scale)
+    return F.linear(stream if norm_weight is None else rms_norm(stream, norm_weight, eps), weight, bias), stream
+
+
+def norm_router(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,  # [experts, in]
+    bias: Tensor | None = None,
+    after: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (logits of all experts, the normed rows they were made of, the new residual); as `norm_linear` has them."""
+    logits, stream = norm_linear(x, residual, norm_weight, eps, weight, bias, after, scale)
+    return logits, rms_norm(stream, norm_weight, eps), stream
 
 
 def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,10 +139,19 @@ def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: T
     return F.linear(hidden, weight), hidden
 
 
-def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (silu(gate) * up of rms_norm(x + residual), the new residual). weight: [2 * size, in], gate over up"""
-    product, stream = norm_linear(x, residual, norm_weight, eps, weight)
-    return silu_and_mul(product), stream
+def gate_up(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,  # [2 * size, in], gate over up
+    after: Tensor | None = None,
+    scale: float = 1.0,
+    gate: Gate = "swiglu",
+) -> tuple[Tensor, Tensor]:
+    """Returns (the gated numbers of rms_norm(x + residual), the new residual); as `norm_linear` has them."""
+    product, stream = norm_linear(x, residual, norm_weight, eps, weight, None, after, scale)
+    return gate_and_mul(product, gate), stream
 
 
 def merge_linear(
@@ -120,9 +181,9 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
     return product if out is None else out.copy_(product)
 
 
-def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
-    """Returns silu(gate) * up. The weight has the rows of gate, then those of up."""
-    return silu_and_mul(packed_linear(x, weight))
+def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
+    """Returns the gated numbers. The weight has the rows of gate, then those of up."""
+    return gate_and_mul(packed_linear(x, weight), gate)
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
@@ -130,6 +191,7 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
     words, pairs = (weight.words, weight.scales) if rows is None else (weight.words[rows], weight.scales[rows])
     halves = pairs.view(torch.float16).view(*pairs.shape, 2).float().repeat_interleave(weight.group, dim=1)  # [count, columns, 2]
     codes = unpack_words(words, weight.bits, weight.span)
+    codes = codes if weight.table is None else weight.table[codes]
     scale, offset = halves[:, : codes.shape[1]].unbind(-1)
     values = ((scale * codes + offset) * weight.factor).to(dtype)[:, : weight.size]
     return values.contiguous() if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)

@@ -29,6 +29,7 @@ def partial_attention(
     ranks: int,
     window: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,  # of k and v, [num_blocks, block_size, kv_heads], where these are codes
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what each query makes of the keys that it sees here [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
 
@@ -50,7 +51,7 @@ def partial_attention(
             last = min(first + at_once, end)
             query = torch.arange(length - end + first, length - end + last, device=q.device)[:, None]  # [n, 1]
             hidden = position > query if window is None else (position > query) | (position <= query - window)  # [n, L]
-            out[first:last], lse[first:last] = _attend(q[first:last].float() * scale, keys, values, hidden)
+            out[first:last], lse[first:last] = _attend(q[first:last].float() * scale, keys, values, hidden, soft_cap)
     return out, lse
 
 
@@ -60,10 +61,12 @@ def _by_head(cache: Tensor, scale: Tensor | None, blocks: Tensor, count: int) ->
     return loaded if scale is None else loaded.mul_(scale[blocks].flatten(0, 1)[:count].T.unsqueeze(-1))
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor]:
     """Returns the result [n, heads, head_dim] of queries, and its log-sum-exp [n, heads]. There is one array of scores at a time."""
     grouped = q.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, head_dim]
     scores = torch.matmul(grouped.flatten(1, 2), keys.transpose(1, 2)).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, n, L]
+    if soft_cap is not None:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
     scores.masked_fill_(hidden, -torch.inf)
     largest = scores.amax(-1, keepdim=True).clamp(min=LOWEST)
     weights = scores.sub_(largest).exp_()

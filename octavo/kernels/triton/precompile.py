@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.cache_layout import Layout, empty_cache
-from octavo.kernels.kernel_shapes import KernelShapes
+from octavo.kernels.kernel_shapes import AttentionShape, KernelShapes
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
@@ -21,16 +21,18 @@ from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
-from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS
+from octavo.kernels.triton.moe.precompile import mixture_calls
 from octavo.kernels.triton.packed.precompile import packed_calls
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.logits import scale_logits
+from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import copy_words, finish, prepare
 from octavo.kernels.triton.step.write_kv import write_kv
 
@@ -69,43 +71,61 @@ class KernelCalls:
         self.max_len = max_len
 
     def calls(self) -> list[Call]:
-        shapes, hidden, inner = self.shapes, self.shapes.hidden, self.shapes.inner
-        x, scale = self.numbers(2, hidden), self.numbers(hidden)
-        calls: list[Call] = [self.attend_to(1, 1, None), *(self.attend_to(1, 32, window) for window in shapes.windows)]
-        few = (1, 2, GEMV_ROWS) if few_rows(shapes.head_dim) else ()
-        calls += [self.few_rows(rows, window) for rows in few for window in shapes.windows]
+        shapes = self.shapes
+        kinds = {kind[2:]: kind for kind in shapes.attentions}.values()  # decode does not know of windows, nor what is rotated
+        calls: list[Call] = [self.attend_to(1, 1, kind) for kind in kinds]
+        calls += [self.attend_to(1, 32, kind) for kind in shapes.attentions]
+        few = (1, 2, GEMV_ROWS) if few_rows(shapes.head_dim) and shapes.qk_norm != "whole" else ()
+        calls += [self.few_rows(rows, kind) for rows in few for kind in shapes.attentions]
         calls += [self.few_products(rows) for rows in few]
         return [
             *calls,
-            lambda: add_rms_norm(x, x, scale, shapes.norm_eps),
-            lambda: silu_and_mul(self.numbers(2, 2 * inner)),
+            *self.between_products(),
             lambda: sample(self.numbers(2, shapes.vocab), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
             *self.behind_a_step(),
-            *packed_calls(shapes.packed, self.dtype, self.device),
+            *packed_calls(shapes.packed, self.dtype, self.device, shapes.gate),
+            *mixture_calls(shapes, self.dtype, self.device),
         ]  # fmt: skip
 
-    def attend_to(self, rows: int, queries: int, window: int | None) -> Call:
+    def between_products(self) -> list[Call]:
+        shapes, x, scale = self.shapes, self.numbers(2, self.shapes.hidden), self.scales(self.shapes.hidden)
+        eps, times = shapes.norm_eps, shapes.residual_scale
+        calls: list[Call] = [lambda: add_rms_norm(x, x, scale, eps)]  # the last one of all, if no other
+        if times != 1 and shapes.norms == "before":
+            calls.append(lambda: add_rms_norm(x, x, scale, eps, times))
+        if shapes.norms != "before":
+            calls.append(lambda: norm_add(x, x, scale, eps, times))
+        if shapes.norms == "both":
+            calls.append(lambda: norm_add_norm(x, x, scale, scale, eps, times))
+        if shapes.experts is None:
+            calls.append(lambda: gate_and_mul(self.numbers(2, 2 * shapes.inner), shapes.gate))
+        if shapes.logit_scale != 1 or shapes.logit_cap is not None:
+            calls.append(lambda: scale_logits(self.numbers(2, shapes.vocab), shapes.logit_scale, shapes.logit_cap))
+        return calls
+
+    def attend_to(self, rows: int, queries: int, kind: AttentionShape) -> Call:
         def call() -> None:
             shapes, tokens = self.shapes, rows * queries
-            q, _, _ = self.written(tokens)
+            q, _, _ = self.written(tokens, kind)
             k, v = self.qkv(tokens).view(tokens, -1, shapes.head_dim)[:, shapes.num_heads :].chunk(2, dim=1)
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self.device)
             paged_attention(
                 q, self.cache(), self.cache(), self.words(rows, 2), starts, self.words(rows) + queries, shapes.attention_scale,
-                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, window, fresh=(k, v),
+                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, kind.window, fresh=(k, v), soft_cap=kind.soft_cap,
+                sinks=self.sinks(kind),
             )  # fmt: skip
 
         return call
 
-    def few_rows(self, rows: int, window: int | None) -> Call:
+    def few_rows(self, rows: int, kind: AttentionShape) -> Call:
         def call() -> None:
             shapes = self.shapes
             tables = self.words(rows, -(-self.max_len // self.size))
             parts = decode_attention_parts(
-                self.qkv(rows), self.norms(), *self.turns(), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
-                self.cache(), self.cache(), shapes.attention_scale, window,
+                self.qkv(rows), self.norms(), *self.turns(kind), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
+                self.cache(), self.cache(), shapes.attention_scale, kind.window, kind.soft_cap, self.sinks(kind),
             )  # fmt: skip
             if shapes.packed:
                 merge_parts(*parts, self.dtype)
@@ -115,12 +135,17 @@ class KernelCalls:
 
     def few_products(self, rows: int) -> Call:
         def call() -> None:
-            shapes, hidden, inner = self.shapes, self.shapes.hidden, self.shapes.inner
-            x, scale = self.numbers(rows, hidden), self.numbers(hidden)
+            shapes, hidden, inner, eps = self.shapes, self.shapes.hidden, self.shapes.inner, self.shapes.norm_eps
+            x, scale = self.numbers(rows, hidden), self.scales(hidden)
             wide = (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim
             bias = self.numbers(wide) if shapes.qkv_bias else None
-            norm_linear(x, x, scale, shapes.norm_eps, self.numbers(wide, hidden), bias)
-            gate_up(x, x, scale, shapes.norm_eps, self.numbers(2 * inner, hidden))
+            before, after = scale if shapes.norms != "after" else None, scale if shapes.norms != "before" else None
+            norm_linear(x, x, before, eps, self.numbers(wide, hidden), bias, after, shapes.residual_scale)
+            if shapes.experts is not None:
+                count, bias = shapes.experts.count, self.numbers(shapes.experts.count) if shapes.experts.bias else None
+                norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, shapes.residual_scale)
+                return
+            gate_up(x, x, before, eps, self.numbers(2 * inner, hidden), after, shapes.residual_scale, shapes.gate)
             linear(self.numbers(rows, inner), self.numbers(hidden, inner), None)
 
         return call
@@ -146,9 +171,9 @@ class KernelCalls:
             lambda: edit_logits(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
         ]
 
-    def written(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    def written(self, tokens: int, kind: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
         cache = self.cache()
-        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(), self.places(tokens), self.places(tokens), cache, cache)
+        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(kind), self.places(tokens), self.places(tokens), cache, cache)
         return q, cache, cache
 
     def qkv(self, tokens: int) -> Tensor:
@@ -157,11 +182,20 @@ class KernelCalls:
 
     def norms(self) -> tuple[Tensor, Tensor, float] | None:
         shapes = self.shapes
-        return (self.numbers(shapes.head_dim), self.numbers(shapes.head_dim), shapes.norm_eps) if shapes.qk_norm else None
+        heads, kv_heads = (shapes.num_heads, shapes.num_kv_heads) if shapes.qk_norm == "whole" else (1, 1)
+        weights = self.scales(heads * shapes.head_dim), self.scales(kv_heads * shapes.head_dim)
+        return (*weights, shapes.norm_eps) if shapes.qk_norm else None
 
-    def turns(self) -> tuple[Tensor, Tensor]:
-        table = torch.zeros(2, self.shapes.head_dim // 2, device=self.device)
+    def turns(self, kind: AttentionShape) -> tuple[Tensor, Tensor]:
+        table = torch.zeros(2, kind.rotated // 2, device=self.device)
         return table, table
+
+    def sinks(self, kind: AttentionShape) -> Tensor | None:
+        return self.numbers(self.shapes.num_heads) if kind.sinks else None
+
+    def scales(self, size: int) -> Tensor:
+        """The weight of a norm."""
+        return torch.zeros(size, dtype=torch.float32 if self.shapes.wide_norms else self.dtype, device=self.device)
 
     def cache(self) -> Tensor:
         shape = 2, self.size, self.shapes.num_kv_heads, self.shapes.head_dim

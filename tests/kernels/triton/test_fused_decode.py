@@ -23,20 +23,22 @@ def random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
 class Rows:
     """Rows over a shuffled pool whose slots are NaN where nothing was written, the new tokens' too."""
 
-    def __init__(self, lengths: list[int], size: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, lengths: list[int], size: int, dtype: torch.dtype, device: str, dim: int = DIM, rotated: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(sum(lengths))
         width = -(-max(lengths) // size)
         order = (torch.randperm(len(lengths) * width, generator=generator) + 1).view(len(lengths), width)
         # rows lie apart; garbage past the last block
         self.tables = torch.full((len(lengths), width + 3), 10**6, dtype=torch.int32)[:, :width]
-        self.caches = [torch.full((len(lengths) * width + 1, size, KV_HEADS, DIM), torch.nan) for _ in "kv"]
+        self.caches = [torch.full((len(lengths) * width + 1, size, KV_HEADS, dim), torch.nan) for _ in "kv"]
         self.slots = torch.zeros(len(lengths), dtype=torch.int64)
         for row, length in enumerate(lengths):
             used = -(-length // size)
             self.tables[row, :used] = order[row, :used].int()
             places = ((order[row] * size)[:, None] + torch.arange(size)).flatten()[:length]
             for cache in self.caches if length else ():
-                cache.view(-1, KV_HEADS, DIM)[places[:-1]] = torch.randn(length - 1, KV_HEADS, DIM, generator=generator)
+                cache.view(-1, KV_HEADS, dim)[places[:-1]] = torch.randn(length - 1, KV_HEADS, dim, generator=generator)
                 self.slots[row] = places[-1]
         self.context_len = torch.tensor(lengths, dtype=torch.int32)
         self.positions = (self.context_len - 1).clamp(min=0)
@@ -44,17 +46,19 @@ class Rows:
             setattr(self, name, getattr(self, name).to(device))
         self.tables = self.tables.to(device) if device != "cpu" else self.tables
         self.caches = [cache.to(device, dtype) for cache in self.caches]
-        self.qkv = random(device, dtype, len(lengths), (HEADS + 2 * KV_HEADS) * DIM)
-        angle = torch.outer(torch.arange(float(max(lengths))), 1e4 ** -(torch.arange(DIM // 2) / (DIM // 2))).to(device)
+        self.qkv = random(device, dtype, len(lengths), (HEADS + 2 * KV_HEADS) * dim)
+        half = dim // 2 if rotated is None else rotated // 2
+        angle = torch.outer(torch.arange(float(max(lengths))), 1e4 ** -(torch.arange(half) / max(half, 1))).to(device)
         self.turns = angle.cos(), angle.sin()
 
     def attend(self, attention: object, norms: object, window: int | None, **chosen: object) -> list[Tensor]:
         """The merged parts and the caches."""
+        dim = self.caches[0].shape[-1]
         caches = [cache.clone() for cache in self.caches]
         rows = self.positions, self.slots, self.tables, self.context_len
-        parts, parts_lse = attention(self.qkv.clone(), norms, *self.turns, *rows, *caches, DIM**-0.5, window, **chosen)  # type: ignore[operator]
+        parts, parts_lse = attention(self.qkv.clone(), norms, *self.turns, *rows, *caches, dim**-0.5, window, **chosen)  # type: ignore[operator]
         assert parts.dtype == parts_lse.dtype == torch.float32
-        merged = plain_products.merge_linear(parts, parts_lse, torch.eye(HEADS * DIM, device=parts.device))
+        merged = plain_products.merge_linear(parts, parts_lse, torch.eye(HEADS * dim, device=parts.device))
         return [merged, *(cache.nan_to_num(nan=77) for cache in caches)]
 
 
@@ -79,6 +83,37 @@ def test_the_new_token_is_written_and_seen_once_whatever_the_split(dtype: torch.
         exact = rows.attend(plain.decode_attention_parts, norms, window, splits=4)
         for got, expected in zip(rows.attend(decode_attention_parts, norms, window, tiles=TILES), exact):
             assert_near(got, expected, TOLERANCE[dtype])
+
+
+LEARNED = torch.linspace(-1.5, 2.5, HEADS)
+
+
+@pytest.mark.parametrize(
+    ("dim", "rotated", "window", "soft_cap", "sinks"),
+    [(16, 16, None, 1.5, True), (48, 48, 40, None, True), (48, 24, None, 2.5, False), (16, 0, None, None, False), (16, 8, 40, 2.5, True)],
+    ids=str,
+)
+def test_caps_sinks_parts_of_a_rotation_and_heads_of_any_size(
+    dim: int, rotated: int, window: int | None, soft_cap: float | None, sinks: bool, device: str
+) -> None:
+    """Sinks count once, in however many splits a context is; the norms' weights are float32."""
+    learned = LEARNED.to(device) if sinks else None
+    for dtype in (torch.float32, torch.bfloat16):
+        norms = random(device, torch.float32, dim), random(device, torch.float32, dim + 1)[1:], 1e-5
+        rows = Rows([91, 1, 0, 33], 16, dtype, device, dim, rotated)
+        asked = {"soft_cap": soft_cap, "sinks": learned}
+        exact = rows.attend(plain.decode_attention_parts, norms, window, splits=4, **asked)
+        for got, expected in zip(rows.attend(decode_attention_parts, norms, window, tiles=TILES, **asked), exact):
+            assert_near(got, expected, TOLERANCE[dtype])
+        without = rows.attend(plain.decode_attention_parts, norms, window, splits=4)
+        assert not (soft_cap or sinks) or (exact[0] - without[0]).abs().max() > 0.05  # what was asked for shows
+
+
+def test_merging_heads_that_are_no_power_of_two(device: str) -> None:
+    parts, weight = random(device, torch.float32, 2, 4, 5, 48), random(device, torch.float32, 21, 5 * 48)
+    parts_lse = random(device, torch.float32, 2, 4, 5) * 9
+    assert_near(merge_parts(parts, parts_lse, torch.float32), plain_products.merge_parts(parts, parts_lse, torch.float32), 1e-5)
+    assert_near(merge_linear(parts, parts_lse, weight), plain_products.merge_linear(parts, parts_lse, weight), 2e-5)
 
 
 def test_tiles_by_rule_agree(device: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import layer as plain
 from octavo.kernels.triton.gemv import products
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, ProductTiles
@@ -45,6 +46,24 @@ def test_norm_in_front_and_gate_behind(dtype: torch.dtype, rows: int, device: st
         assert torch.equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    ("after", "before", "scale"), [(True, True, 1.0), (True, False, 1.0), (False, True, 0.22), (False, False, 1.0)], ids=str
+)
+def test_norms_after_and_before_scales_and_gates(after: bool, before: bool, scale: float, gate: Gate, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, residual, scales, weight = inputs(2, 200, 42, dtype, device)
+        wide = scales.float() + 0.25  # a norm's weight may be float32
+        given = (x, residual, wide if before else None, 1e-5, weight)
+        asked = {"after": wide.flip(0).contiguous() if after else None, "scale": scale}
+        for got, expected in (
+            (products.norm_linear(*given, **asked), plain.norm_linear(*given, **asked)),
+            (products.gate_up(*given, **asked, gate=gate), plain.gate_up(*given, **asked, gate=gate)),
+        ):
+            assert_near(got[0], expected[0])
+            assert_near(got[1], expected[1])
+
+
 @ROWS
 @DTYPES
 def test_head_leaves_logits_and_normed_rows(dtype: torch.dtype, rows: int, device: str) -> None:
@@ -52,6 +71,10 @@ def test_head_leaves_logits_and_normed_rows(dtype: torch.dtype, rows: int, devic
     got, expected = products.head(x, residual, scales, 1e-5, weight), plain.head(x, residual, scales, 1e-5, weight)
     assert_near(got[0], expected[0])
     assert_near(got[1], expected[1])
+    bias, after = scales[:50].contiguous(), scales.flip(0).contiguous()
+    given = x, residual, scales, 1e-5, weight, bias, after, 0.5
+    for one, other in zip(products.norm_router(*given), plain.norm_router(*given)):
+        assert_near(one, other)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.soak), GEMV_ROWS])
@@ -60,7 +83,7 @@ def test_a_program_that_takes_turns_leaves_out_no_tile(rows: int, device: str) -
     for turns in (2, 3, 64):  # 12 tiles over several programs, evenly and not, and over one
         tiles = ProductTiles(columns=4, warps=4, turns=turns)
         assert_near(products.linear(x, weight, scales[:46].contiguous(), tiles), plain.linear(x, weight, scales[:46]))
-        got = products.gate_up(x, residual, scales, 1e-5, weight, tiles)
+        got = products.gate_up(x, residual, scales, 1e-5, weight, tiles=tiles)
         assert_near(got[0], plain.gate_up(x, residual, scales, 1e-5, weight)[0])
 
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
-from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul, gelu_and_mul, silu_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.logits import scale_logits
+from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from octavo.kernels.triton.step.write_kv import write_kv
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one rounding of the dtype, of numbers near 1
@@ -42,6 +44,30 @@ def test_write_kv_writes_the_named_slots_and_no_others(dtype: torch.dtype, heads
         assert_near(got, exact)
 
 
+@pytest.mark.parametrize(
+    ("rotated", "kind", "wide"), [(8, "heads", True), (0, "heads", False), (12, "whole", True), (0, None, False)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_write_kv_rotates_a_part_or_nothing_and_norms_all_heads_as_one(
+    dtype: torch.dtype, rotated: int, kind: str | None, wide: bool, device: str
+) -> None:
+    """`wide`: the norms' weights are float32 whatever the dtype is."""
+    heads, kv_heads, dim, tokens = 3, 2, 20, 4
+    angle = torch.outer(torch.arange(64.0), 1e4 ** -(torch.arange(rotated // 2) / max(rotated // 2, 1))).to(device)
+    sizes = (heads * dim, kv_heads * dim) if kind == "whole" else (dim, dim)
+    weights = [random(device, torch.float32 if wide else dtype, size) for size in sizes]
+    norms = None if kind is None else (*weights, 1e-5)
+    positions, slots = torch.tensor([3, 63, 0, 17], device=device), torch.tensor([9, 40, 11, 31], device=device)
+    results = []
+    for write in (write_kv, plain_attention.write_kv):
+        qkv = random(device, dtype, tokens, (heads + 2 * kv_heads) * dim)
+        caches = [torch.full((6, 8, kv_heads, dim), torch.nan, device=device, dtype=dtype) for _ in "kv"]
+        write(qkv, norms, angle.cos(), angle.sin(), positions, slots, *caches)
+        results.append([qkv, *(cache.nan_to_num(nan=77) for cache in caches)])
+    for got, exact in zip(*results):
+        assert_near(got, exact)
+
+
 @pytest.mark.parametrize("size", [1, 48, 1025])
 @DTYPES
 def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
@@ -49,6 +75,45 @@ def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
     got, exact = add_rms_norm(x, residual, weight, 1e-5), plain_layer.add_rms_norm(x, residual, weight, 1e-5)
     assert_near(got[0], exact[0])
     assert torch.equal(got[1], exact[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+@pytest.mark.parametrize("wide", [True, False], ids=["wide", "same"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_norms_after_a_sub_layer_and_before_the_next(dtype: torch.dtype, wide: bool, scale: float, device: str) -> None:
+    kind = torch.float32 if wide else dtype
+    x, residual = random(device, dtype, 3, 48), random(device, dtype, 3, 48) * 3
+    after, before = random(device, kind, 48), random(device, kind, 48) + 1
+    assert_near(rms_norm(x, before, 1e-5), plain_layer.rms_norm(x, before, 1e-5))
+    assert_near(norm_add(x, residual, after, 1e-5, scale), plain_layer.norm_add(x, residual, after, 1e-5, scale))
+    for got, exact in zip(
+        norm_add_norm(x, residual, after, before, 1e-5, scale), plain_layer.norm_add_norm(x, residual, after, before, 1e-5, scale)
+    ):
+        assert_near(got, exact)
+    got, exact = add_rms_norm(x, residual, before, 1e-5, scale), plain_layer.add_rms_norm(x, residual, before, 1e-5, scale)
+    assert_near(got[0], exact[0])
+    assert torch.equal(got[1], exact[1])
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (1.0, 30.0), (0.5, 3.0)], ids=str)
+@DTYPES
+def test_logits_are_scaled_and_capped_in_place(dtype: torch.dtype, scale: float, cap: float | None, device: str) -> None:
+    logits = random(device, dtype, 3, 999) * 4
+    logits[0, 0], logits[1, 1] = -20_000, 20_000
+    exact = plain_layer.scale_logits(logits.clone(), scale, cap)
+    assert scale_logits(logits, scale, cap) is logits
+    torch.testing.assert_close(logits, exact, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert cap is None or float(logits.abs().max()) <= cap
+
+
+@pytest.mark.parametrize("gate", GATES)
+@DTYPES
+def test_gates(dtype: torch.dtype, gate: Gate, device: str) -> None:
+    x = random(device, dtype, 3, 2 * 40) * 4
+    x[0, 0], x[1, 0], x[2, 0], x[2, 40] = -200, 200, 9, 9  # whose exponentials no float32 holds, and what is clamped
+    assert_near(gate_and_mul(x, gate), plain_layer.gate_and_mul(x, gate))
+    if gate == "geglu":
+        assert torch.equal(gelu_and_mul(x), gate_and_mul(x, gate))
 
 
 @pytest.mark.parametrize("size", [1, 40, 1030])

@@ -14,20 +14,20 @@ MIX: Rows = [(7, 37), (1, 41), (0, 5), (19, 19), (1, 0), (2, 33), (1, 1), (1, 70
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "ranks", "heads", "window", "layout"),
+    ("dtype", "size", "ranks", "heads", "window", "layout", "soft_cap"),
     [
-        (torch.float32, 2, 3, 6, None, "nhd"), (torch.float32, 16, 2, 2, 5, "hnd"), (torch.bfloat16, 8, 2, 6, None, "nhd"),
-        (torch.float16, 16, 4, 6, 9, "hnd"),
+        (torch.float32, 2, 3, 6, None, "nhd", None), (torch.float32, 16, 2, 2, 5, "hnd", 1.5), (torch.bfloat16, 8, 2, 6, None, "nhd", None),
+        (torch.float16, 16, 4, 6, 9, "hnd", None),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_mix_of_rows_agrees_with_the_twin_on_every_rank(
-    dtype: torch.dtype, size: int, ranks: int, heads: int, window: int | None, layout: Layout, device: str
+    dtype: torch.dtype, size: int, ranks: int, heads: int, window: int | None, layout: Layout, soft_cap: float | None, device: str
 ) -> None:
     case = SharedContext(MIX, size, ranks, heads, kv_heads=2, dim=16, dtype=dtype).to(device)
     for rank, (k, v) in enumerate(case.parts):
         caches = [empty_cache(layout, cache.shape, dtype, cache.device).copy_(cache) for cache in (k, v)]
-        got = partial_attention(case.q, *caches, *case.rows, case.scale, rank, ranks, window)
-        exact = plain.partial_attention(case.q, k, v, *case.rows, case.scale, rank, ranks, window)
+        got = partial_attention(case.q, *caches, *case.rows, case.scale, rank, ranks, window, soft_cap)
+        exact = plain.partial_attention(case.q, k, v, *case.rows, case.scale, rank, ranks, window, soft_cap=soft_cap)
         torch.testing.assert_close(got[0], exact[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         torch.testing.assert_close(got[1], exact[1], atol=1e-5, rtol=1e-5)

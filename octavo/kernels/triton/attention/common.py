@@ -64,12 +64,19 @@ def load_lines(source, place, inside, DIM: tl.constexpr, DIM_TILE: tl.constexpr,
 
 
 @triton.jit
+def capped(scores, scale, cap, CAPPED: tl.constexpr):
+    """cap * tanh(scale * score / cap). Without a cap scores stay as they come from the product."""
+    if CAPPED:
+        return cap - 2 * cap / (tl.exp2(scores * (2 * LOG2E * scale / cap)) + 1)
+    else:
+        return scores
+
+
+@triton.jit
 def score(q, keys, scale, cap, slope, behind, CAPPED: tl.constexpr, SLOPED: tl.constexpr):
     """q [M, DIM], keys [N, DIM] -> [M, N] float32; float32 stays float32, never tf32. behind [M, N]: key's position - query's"""
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    if CAPPED:
-        scores = cap - 2 * cap / (tl.exp2(scores * (2 * LOG2E * scale / cap)) + 1)  # cap * tanh(scale * score / cap)
-    elif SLOPED:
+    scores = capped(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, cap, CAPPED)
+    if SLOPED and not CAPPED:
         scores *= scale
     if SLOPED:
         scores += slope[:, None] * behind.to(tl.float32)

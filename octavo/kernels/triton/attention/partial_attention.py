@@ -29,6 +29,7 @@ def attend_partly(
     lse,
     scale,
     unit,
+    cap,
     table_width,
     window,
     num_rows,
@@ -43,6 +44,7 @@ def attend_partly(
     BLOCK_SIZE: tl.constexpr,
     TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -76,7 +78,7 @@ def attend_partly(
         keys = load_lines(k_cache, place, inside, DIM, DIM_TILE, True)
         position = (index // BLOCK_SIZE * RANKS + rank) * BLOCK_SIZE + index % BLOCK_SIZE
         behind = position[None, :] - query_position[:, None]
-        scores = score(queries, keys, scale, 0.0, 0.0, behind, False, False)
+        scores = score(queries, keys, scale, cap, 0.0, behind, CAPPED, False)
         visible = inside[None, :] & (behind <= 0)
         if WINDOWED:
             visible &= behind > -window
@@ -101,6 +103,7 @@ def partial_attention(
     rank: int,
     ranks: int,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, head_dim = q.shape[1:]
     size, kv_heads = k_cache.shape[1:3]
@@ -109,12 +112,13 @@ def partial_attention(
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     group, rows = heads // kv_heads, len(context_len)
+    unit, cap = LOG2_E * (scale if soft_cap is None else 1.0), soft_cap or 0.0
     lines = max(QUERIES, triton.next_power_of_2(group))
     if len(q):
         attend_partly[(len(q) // (lines // group) + rows, kv_heads)](
-            q, k_cache, v_cache, tables, query_start, context_len, out, lse, scale, scale * LOG2_E, tables.stride(0), window or 0, rows,
+            q, k_cache, v_cache, tables, query_start, context_len, out, lse, scale, unit, cap, tables.stride(0), window or 0, rows,
             rank, RANKS=ranks, Q_STRIDE=q.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim,
             DIM_TILE=max(triton.next_power_of_2(head_dim), 16), LINES=lines, BLOCK_SIZE=size, TOGETHER=tokens_together(k_cache),
-            WINDOWED=window is not None, TILE=KEYS, num_warps=4,
+            WINDOWED=window is not None, CAPPED=soft_cap is not None, TILE=KEYS, num_warps=4,
         )  # fmt: skip
     return out, lse

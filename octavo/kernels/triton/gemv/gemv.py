@@ -3,8 +3,9 @@
     W   [COLUMNS, SIZE]   in registers, read once and asked for first: all that stands in front runs while it is on its way
     x   [ROWS, SIZE]      made ready by every program for itself (a few KB, out of the L2) and held in registers too
 
-With NORM, residual add and RMS norm stand in front; with GATED, W is gate over up and silu(gate) * up comes out. LOOPED, a
-program takes several tiles of W, the next on its way while one is multiplied, and so makes x ready once for all of them.
+With ADDED, the residual add stands in front: with AFTER behind a norm of x, with NORM before one of the sum. With GATED, W is gate
+over up and the gated numbers come out. LOOPED, a program takes several tiles of W, the next on its way while one is multiplied,
+and so makes x ready once for all of them.
 """
 
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.pdl import begin, wait
 from octavo.kernels.triton.step.activation import gated
-from octavo.kernels.triton.step.norm import normed
+from octavo.kernels.triton.step.norm import added, normed
 
 
 @triton.jit
@@ -36,6 +37,7 @@ def multiply(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    GATE: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     """Stores the products of the held rows with one tile of W."""
@@ -49,7 +51,7 @@ def multiply(
             sums += tl.load(bias + column, mask=column < OUT, other=0.0).to(tl.float32)
         result = sums.to(kind)
         if GATED:
-            result = gated(result.to(tl.float32), tl.sum(second.to(tl.float32) * x, 1).to(kind).to(tl.float32), kind)
+            result = gated(result.to(tl.float32), tl.sum(second.to(tl.float32) * x, 1).to(kind).to(tl.float32), kind, GATE)
         tl.store(out + row * OUT + column, result, mask=(column < OUT) & (row < rows))
 
 
@@ -57,22 +59,29 @@ def multiply(
 def gemv(
     x,
     residual,
+    after_weight,
     norm_weight,
     stream,
+    normed_rows,
     weight,
     bias,
     out,
     eps,
+    scale,
     rows,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    ADDED: tl.constexpr,
+    AFTER: tl.constexpr,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GATE: tl.constexpr,
     BIASED: tl.constexpr,
-    KEEP_NORMED: tl.constexpr,  # what goes to `stream`: the rows after the norm, else before
+    KEEP_NORMED: tl.constexpr,  # rows after the norm go to `normed_rows`
     LOOPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -85,19 +94,21 @@ def gemv(
     second = matrix
     if GATED:
         second = tile_of(weight + OUT * SIZE, program, SIZE, PADDED, OUT, COLUMNS)
-    if NORM:
-        scales = tl.load(norm_weight + k, mask=inside, other=0.0)
+    scales = tl.load(norm_weight + k, mask=inside, other=0.0) if NORM else k
+    of_after = tl.load(after_weight + k, mask=inside, other=0.0) if AFTER else k
     wait(PDL)
 
     held = ()
     for row in tl.static_range(ROWS):
         present = inside & (row < rows)
         ready = tl.load(x + row * SIZE + k, mask=present, other=0.0)
-        if NORM:
-            added = (ready.to(tl.float32) + tl.load(residual + row * SIZE + k, mask=present, other=0.0).to(tl.float32)).to(kind)
-            ready = normed(added.to(tl.float32), scales, eps, SIZE, kind)
+        if ADDED:
+            sums = added(ready, tl.load(residual + row * SIZE + k, mask=present, other=0.0), of_after, eps, scale, SIZE, AFTER, SCALED)
+            ready = normed(sums.to(tl.float32), scales, eps, SIZE, kind) if NORM else sums
             if program == 0:
-                tl.store(stream + row * SIZE + k, ready if KEEP_NORMED else added, mask=present)
+                tl.store(stream + row * SIZE + k, sums, mask=present)
+                if KEEP_NORMED:
+                    tl.store(normed_rows + row * SIZE + k, ready, mask=present)
         held = held + (ready,)  # type: ignore[assignment]
 
     if LOOPED:
@@ -105,9 +116,9 @@ def gemv(
             following = tile_of(weight, tile + programs, SIZE, PADDED, OUT, COLUMNS)
             if GATED:
                 following_second = tile_of(weight + OUT * SIZE, tile + programs, SIZE, PADDED, OUT, COLUMNS)
-            multiply(matrix, second, held, bias, out, tile, rows, OUT, COLUMNS, ROWS, GATED, BIASED)
+            multiply(matrix, second, held, bias, out, tile, rows, OUT, COLUMNS, ROWS, GATED, GATE, BIASED)
             matrix = following
             if GATED:
                 second = following_second
     else:
-        multiply(matrix, second, held, bias, out, program, rows, OUT, COLUMNS, ROWS, GATED, BIASED)
+        multiply(matrix, second, held, bias, out, program, rows, OUT, COLUMNS, ROWS, GATED, GATE, BIASED)

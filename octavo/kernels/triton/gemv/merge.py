@@ -18,16 +18,50 @@ TOGETHER = tl.constexpr(4)
 
 
 @triton.jit
-def blend(parts, parts_lse, start, head, present, largest, total, mixed, SPLITS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+def tile_of_heads(
+    weight,
+    tile,
+    HEADS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    OUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows of weight [OUT, HEADS * DIM] as [COLUMNS, HEADS_TILE * DIM_TILE]: each head filled up to DIM_TILE with zeros, as `merged` is."""
+    if DIM == DIM_TILE:
+        return tile_of(weight, tile, HEADS * DIM, HEADS_TILE * DIM, OUT, COLUMNS)
+    else:
+        column, k = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None], tl.arange(0, HEADS_TILE * DIM_TILE)[None, :]
+        head, dim = k // DIM_TILE, k % DIM_TILE
+        inside = (column < OUT) & (head < HEADS) & (dim < DIM)
+        return tl.load(weight + column.to(tl.int64) * (HEADS * DIM) + head * DIM + dim, mask=inside, other=0.0)
+
+
+@triton.jit
+def blend(
+    parts,
+    parts_lse,
+    start,
+    head,
+    present,
+    largest,
+    total,
+    mixed,
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):
     """Takes splits start .. start + TOGETHER into (largest, total, mixed). parts [SPLITS, HEADS, DIM]; head, present [HEADS_TILE, 1]"""
-    dim = tl.arange(0, DIM)[None, :]
+    dim = tl.arange(0, DIM_TILE)[None, :]
     sums = ()
     tiles = ()
     for index in tl.static_range(TOGETHER):  # all are asked for before any is used
         wanted = present & (start + index < SPLITS)
         at = (start + index) * HEADS + head
         sums = sums + (tl.load(parts_lse + at, mask=wanted, other=float("-inf")),)  # type: ignore[assignment]
-        tiles = tiles + (tl.load(parts + at * DIM + dim, mask=wanted, other=0.0),)  # type: ignore[assignment]
+        tiles = tiles + (tl.load(parts + at * DIM + dim, mask=wanted & (dim < DIM), other=0.0),)  # type: ignore[assignment]
     for index in tl.static_range(TOGETHER):
         now = tl.maximum(largest, sums[index])
         weight, fade = tl.exp2(sums[index] - now), tl.exp2(largest - now)
@@ -46,21 +80,22 @@ def merged(
     HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """One row [HEADS_TILE * DIM] as `kind`; zero where no split saw a key, or the row is not `here`."""
+    """One row [HEADS_TILE * DIM_TILE] as `kind`; zero where no split saw a key, or the row is not `here`."""
     split = tl.arange(0, SPLITS)
     filled = tl.load(parts_lse + split * HEADS, mask=(split < SPLITS) & here, other=float("-inf")) > float("-inf")
     head = tl.arange(0, HEADS_TILE)[:, None]
     present = (head < HEADS) & here
     largest = tl.full([HEADS_TILE, 1], HIDDEN, tl.float32)
     total = tl.zeros([HEADS_TILE, 1], tl.float32)
-    mixed = tl.zeros([HEADS_TILE, DIM], tl.float32)
-    largest, total, mixed = blend(parts, parts_lse, 0, head, present, largest, total, mixed, SPLITS, HEADS, DIM)
+    mixed = tl.zeros([HEADS_TILE, DIM_TILE], tl.float32)
+    largest, total, mixed = blend(parts, parts_lse, 0, head, present, largest, total, mixed, SPLITS, HEADS, DIM, DIM_TILE)
     for start in range(TOGETHER, tl.sum(filled.to(tl.int32), 0), TOGETHER):
-        largest, total, mixed = blend(parts, parts_lse, start, head, present, largest, total, mixed, SPLITS, HEADS, DIM)
+        largest, total, mixed = blend(parts, parts_lse, start, head, present, largest, total, mixed, SPLITS, HEADS, DIM, DIM_TILE)
     result = mixed / tl.where(total > 0, total, 1.0)
-    return result.to(kind).reshape(HEADS_TILE * DIM)
+    return result.to(kind).reshape(HEADS_TILE * DIM_TILE)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -74,6 +109,7 @@ def merge_gemv(
     HEADS: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -83,22 +119,25 @@ def merge_gemv(
 ):
     begin(PDL)
     program = tl.program_id(0)
-    matrix = tile_of(weight, program, HEADS * DIM, HEADS_TILE * DIM, OUT, COLUMNS)
+    matrix = tile_of_heads(weight, program, HEADS, HEADS_TILE, DIM, DIM_TILE, OUT, COLUMNS)
     wait(PDL)
     held = ()
     for row in tl.static_range(ROWS):
         at = row * SPLITS * HEADS
-        whole = merged(parts + at * DIM, parts_lse + at, row < rows, SPLITS, HEADS, HEADS_TILE, DIM, out.dtype.element_ty)
+        whole = merged(parts + at * DIM, parts_lse + at, row < rows, SPLITS, HEADS, HEADS_TILE, DIM, DIM_TILE, out.dtype.element_ty)
         held = held + (whole,)  # type: ignore[assignment]
-    multiply(matrix, matrix, held, bias, out, program, rows, OUT, COLUMNS, ROWS, False, BIASED)
+    multiply(matrix, matrix, held, bias, out, program, rows, OUT, COLUMNS, ROWS, False, 0, BIASED)
 
 
 @triton.jit
-def merge_heads(parts, parts_lse, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+def merge_heads(
+    parts, parts_lse, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
     """A row's head a program. out [rows, HEADS, DIM]"""
     begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     at = row * SPLITS * HEADS + head
     wait(PDL)
-    whole = merged(parts + at * DIM, parts_lse + at, True, SPLITS, HEADS, 1, DIM, out.dtype.element_ty)
-    tl.store(out + (row * HEADS + head) * DIM + tl.arange(0, DIM), whole)
+    whole = merged(parts + at * DIM, parts_lse + at, True, SPLITS, HEADS, 1, DIM, DIM_TILE, out.dtype.element_ty)
+    dim = tl.arange(0, DIM_TILE)
+    tl.store(out + (row * HEADS + head) * DIM + dim, whole, mask=dim < DIM)

@@ -2,22 +2,34 @@
 
     linear         x W^T                                  head         rms_norm(x + residual) W^T, and the normed rows
     norm_linear    rms_norm(x + residual) W^T             merge_linear the splits of decode attention, merged, W^T
-    gate_up        silu(gate) * up of that
+    gate_up        silu(gate) * up of that, or other gates    norm_router  as norm_linear, and the normed rows
 
 Each is one kernel (gemv, merge_gemv), for up to 4 rows. Weights are [out, in]; float32, float16 and bfloat16. More rows are a
 matter of matrix units, and of torch.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.triton.gemv.gemv import gemv
 from octavo.kernels.triton.gemv.merge import merge_gemv, merge_heads
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, merge_tiles, product_tiles
 from octavo.kernels.triton.pdl import use_pdl
 
-Norm = tuple[Tensor, Tensor, float]  # residual, weight, eps
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What stands before a product: x, normed and scaled or not, is added to the residual stream, and the sum is normed or not."""
+
+    residual: Tensor
+    weight: Tensor | None  # of the norm
+    eps: float
+    after: Tensor | None = None  # of the norm of x
+    scale: float = 1.0
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: ProductTiles | None = None, pdl: bool = True) -> Tensor:
@@ -28,15 +40,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: Product
 def norm_linear(
     x: Tensor,
     residual: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,  # None: the product is that of the sum itself
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
+    after: Tensor | None = None,  # norms x before it is added
+    scale: float = 1.0,  # of what is added
     tiles: ProductTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    return _gemv(x, (residual, norm_weight, eps), weight, bias, tiles, pdl)
+    product, stream, _ = _gemv(x, Front(residual, norm_weight, eps, after, scale), weight, bias, tiles, pdl)
+    return product, stream
+
+
+def norm_router(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,  # [experts, in]
+    bias: Tensor | None = None,
+    after: Tensor | None = None,
+    scale: float = 1.0,
+    tiles: ProductTiles | None = None,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits of all experts, the normed rows they were made of, the new residual); as `norm_linear` has them"""
+    logits, stream, normed = _gemv(x, Front(residual, norm_weight, eps, after, scale), weight, bias, tiles, pdl, keep_normed=True)
+    return logits, normed, stream
 
 
 def head(
@@ -49,20 +81,25 @@ def head(
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(logits, the normed rows they were made of)"""
-    return _gemv(x, (residual, norm_weight, eps), weight, None, tiles, pdl, keep_normed=True)
+    logits, _, normed = _gemv(x, Front(residual, norm_weight, eps), weight, None, tiles, pdl, keep_normed=True)
+    return logits, normed
 
 
 def gate_up(
     x: Tensor,
     residual: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
-    weight: Tensor,
+    weight: Tensor,  # [2 * size, in], gate over up
+    after: Tensor | None = None,
+    scale: float = 1.0,
+    gate: Gate = "swiglu",
     tiles: ProductTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    return _gemv(x, (residual, norm_weight, eps), weight, None, tiles, pdl, gated=True)
+    """(the gated numbers of rms_norm(x + residual), the new residual); as `norm_linear` has them"""
+    gated, stream, _ = _gemv(x, Front(residual, norm_weight, eps, after, scale), weight, None, tiles, pdl, gate)
+    return gated, stream
 
 
 def merge_linear(
@@ -77,14 +114,14 @@ def merge_linear(
     rows, splits, heads, dim = parts.shape
     assert rows <= GEMV_ROWS, f"{rows} rows, at most {GEMV_ROWS}"
     assert parts.is_contiguous() and parts_lse.is_contiguous() and weight.is_contiguous() and weight.shape[1] == heads * dim
-    heads_tile = triton.next_power_of_2(heads)
-    chosen = tiles or merge_tiles(heads_tile * dim)
+    heads_tile, dim_tile = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+    chosen = tiles or merge_tiles(heads_tile * dim_tile)
     out = torch.empty(rows, len(weight), dtype=weight.dtype, device=parts.device)
     pdl = pdl and use_pdl()
     if rows:
         merge_gemv[(triton.cdiv(len(weight), chosen.columns),)](
             parts, parts_lse, weight, weight if bias is None else bias, out, rows,
-            HEADS=heads, HEADS_TILE=heads_tile, DIM=dim, SPLITS=splits, OUT=len(weight), COLUMNS=chosen.columns,
+            HEADS=heads, HEADS_TILE=heads_tile, DIM=dim, DIM_TILE=dim_tile, SPLITS=splits, OUT=len(weight), COLUMNS=chosen.columns,
             ROWS=triton.next_power_of_2(rows), BIASED=bias is not None, PDL=pdl,
             num_warps=chosen.warps, launch_pdl=pdl,
         )  # fmt: skip
@@ -99,37 +136,43 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype, pdl: bool 
     pdl = pdl and use_pdl()
     if rows:
         merge_heads[(rows, heads)](
-            parts, parts_lse, out, HEADS=heads, DIM=dim, SPLITS=splits, PDL=pdl, num_warps=1, launch_pdl=pdl
-        )
+            parts, parts_lse, out, HEADS=heads, DIM=dim, DIM_TILE=triton.next_power_of_2(dim), SPLITS=splits, PDL=pdl,
+            num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
     return out
 
 
 def _gemv(
     x: Tensor,
-    norm: Norm | None,
+    front: Front | None,
     weight: Tensor,
     bias: Tensor | None,
     tiles: ProductTiles | None,
     pdl: bool,
-    gated: bool = False,
+    gate: Gate | None = None,
     keep_normed: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the product, the new residual, the normed rows if they are kept)"""
+    gated = gate is not None
     size, wide = weight.shape[1], len(weight) // 2 if gated else len(weight)
     _check(x, weight)
     padded = triton.next_power_of_2(size)
     chosen = tiles or product_tiles(padded, wide, gated)
     out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
-    residual, norm_weight, eps = norm or (x, x, 0.0)
-    stream = torch.empty_like(x) if norm else x
+    given = front or Front(x, None, 0.0)
+    stream = torch.empty_like(x) if front else x
+    normed = torch.empty_like(x) if keep_normed else x
     pdl = pdl and use_pdl()
     if len(x):
         gemv[(triton.cdiv(wide, chosen.columns * chosen.turns),)](
-            x, residual, norm_weight, stream, weight, weight if bias is None else bias, out, eps, len(x),
+            x, given.residual, x if given.after is None else given.after, x if given.weight is None else given.weight, stream,
+            normed, weight, weight if bias is None else bias, out, given.eps, given.scale, len(x),
             SIZE=size, PADDED=padded, OUT=wide, COLUMNS=chosen.columns, ROWS=triton.next_power_of_2(len(x)),
-            NORM=norm is not None, GATED=gated, BIASED=bias is not None, KEEP_NORMED=keep_normed, LOOPED=chosen.turns > 1,
+            ADDED=front is not None, AFTER=given.after is not None, SCALED=given.scale != 1.0, NORM=given.weight is not None,
+            GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, KEEP_NORMED=keep_normed, LOOPED=chosen.turns > 1,
             PDL=pdl, num_warps=chosen.warps, launch_pdl=pdl,
         )  # fmt: skip
-    return out, stream
+    return out, stream, normed
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

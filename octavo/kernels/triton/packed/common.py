@@ -46,14 +46,54 @@ def pairwise(right: int, mask: int, ones: int) -> str:
 
 
 @triton.jit
-def weights(words, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
+def looked_up(words, table, SHIFT: tl.constexpr):
+    """The four codes from bit SHIFT of each word on, in the table of 16 bytes: an int32 of four bytes, that of the first code lowest.
+
+    One instruction picks four of eight bytes by the lower three bits of the codes, as they stand in a word. It does so in both
+    halves of the table, and a mask of the codes' highest bits says from which half each byte comes.
+    """
+    if PAIRWISE:
+        text: tl.constexpr = lookup(SHIFT)
+        quarter = table.to(tl.pointer_type(tl.int32))
+        one, two, three, four = tl.load(quarter), tl.load(quarter + 1), tl.load(quarter + 2), tl.load(quarter + 3)
+        given = [words, one, two, three, four]
+        return tl.inline_asm_elementwise(text, "=r,r,r,r,r,r", given, dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        found = tl.zeros_like(words).to(tl.int32)
+        for index in tl.static_range(4):
+            code = (words >> (SHIFT + 4 * index)) & 15
+            found |= tl.load(table + code).to(tl.int32) << (8 * index)
+        return found
+
+
+@triton.constexpr_function
+def lookup(shift: int) -> str:
+    """0xD8 is the table of: hi where the mask is set, else lo."""
+    return f"""{{ .reg .b32 codes, low, lo, hi, mask;
+        shr.b32 codes, $1, {shift};
+        and.b32 low, codes, 0x7777;
+        prmt.b32 lo, $2, $3, low;
+        prmt.b32 hi, $4, $5, low;
+        shr.b32 mask, codes, 3;
+        and.b32 mask, mask, 0x1111;
+        or.b32 mask, mask, 0x8888;
+        prmt.b32 mask, 0x8000, 0, mask;
+        lop3.b32 $0, lo, hi, mask, 0xD8; }}"""
+
+
+@triton.jit
+def weights(words, table, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
     """Span INDEX of the words [n, span] as weights: rounded once, from float32. scale, offset [n]: with the factor in them.
 
-    The code stays where it is in its word, as so many times itself, and the scale is divided by that.
+    The code stays where it is in its word, as so many times itself, and the scale is divided by that. TABLE: what stands for it.
     """
-    HIGHER: tl.constexpr = 1 << (BITS * INDEX)
-    codes = words.to(tl.uint16, bitcast=True).to(tl.int32) & (((1 << BITS) - 1) << (BITS * INDEX))
-    return (codes.to(tl.float32) * (scale * (1.0 / HIGHER))[:, None] + offset[:, None]).to(kind)
+    wide = words.to(tl.uint16, bitcast=True).to(tl.int32)
+    if TABLE:
+        numbers = ((looked_up(wide, table, 0) >> (8 * INDEX)) & 255).to(tl.float32) * scale[:, None]
+    else:
+        HIGHER: tl.constexpr = 1 << (BITS * INDEX)
+        numbers = (wide & (((1 << BITS) - 1) << (BITS * INDEX))).to(tl.float32) * (scale * (1.0 / HIGHER))[:, None]
+    return (numbers + offset[:, None]).to(kind)
 
 
 @triton.jit

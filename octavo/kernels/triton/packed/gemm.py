@@ -20,6 +20,7 @@ def packed_gemm(
     x,
     words,
     scales,
+    table,
     bias,
     out,
     parts,
@@ -30,6 +31,7 @@ def packed_gemm(
     each,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -66,7 +68,8 @@ def packed_gemm(
             pairs = tl.load(place_of_scales) if WHOLE else tl.load(place_of_scales, mask=inside, other=0)
             scale, offset = scale_and_offset(pairs)
             for index in tl.static_range(run * RUN, run * RUN + RUN):
-                spans = spans + (weights(codes, scale * factor, offset * factor, index, BITS, kind),)  # type: ignore[assignment]
+                made = weights(codes, table, scale * factor, offset * factor, index, BITS, TABLE, kind)
+                spans = spans + (made,)  # type: ignore[assignment]
         if WHOLE:
             span = tl.load(line_of_x + block * BLOCK)
         else:

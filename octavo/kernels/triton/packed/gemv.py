@@ -9,13 +9,13 @@ that makes its lowest bit one; scale and offset come after, once for a group:
     sum_k x_k (scale * code_k + offset)  =  scale * (sum_k x_k (code_k + base) - base * sum_k x_k)  +  offset * sum_k x_k
 
 A step is 8 blocks for each warp; STEPS make a row of W, or x is held and there are TURNS of COLUMNS. ORDERED, columns of x are
-picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GATED: W is gate over up, silu(gate) * up comes out.
+picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GATED: W is gate over up, gated numbers come out.
 """
 
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed.common import MAX_SPAN, PAIRWISE, WORD_BITS, scale_and_offset
+from octavo.kernels.triton.packed.common import MAX_SPAN, PAIRWISE, WORD_BITS, looked_up, scale_and_offset
 from octavo.kernels.triton.packed.small_gemm import column_of, stored
 from octavo.kernels.triton.pdl import begin, wait
 
@@ -59,6 +59,27 @@ def codes_of(words, INDEX: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr)
         return tl.join(placed(words, 0, 4, False), placed((words << 16) | (words >> 16), 0, 4, False))
 
 
+@triton.jit
+def bytes_of(found, INDEX: tl.constexpr, kind: tl.constexpr):
+    """Byte INDEX of what was looked up, plus `base_of` 8 bits; float32 as it is."""
+    if kind == tl.float32:
+        return ((found >> (8 * INDEX)) & 255).to(tl.float32)
+    elif PAIRWISE:
+        text: tl.constexpr = f"prmt.b32 $0, $1, 0x47000000, {0x7404 + 16 * INDEX};"
+        return tl.inline_asm_elementwise(text, "=f,r", [found], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return ((((found >> (8 * INDEX)) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def numbers_of(words, table, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
+    """As `codes_of`; TABLE: what stands for the codes."""
+    if TABLE:
+        return tl.join(bytes_of(looked_up(words, table, 0), INDEX, kind), bytes_of(looked_up(words, table, 16), INDEX, kind))
+    else:
+        return codes_of(words, INDEX, BITS, kind)
+
+
 @triton.constexpr_function
 def base_of(index: int, bits: int, exact: bool) -> float:
     """What `codes_of` adds: small beside 2^24, so that little of x is lost to it. float32 has conversions instead, and nothing added."""
@@ -98,7 +119,7 @@ def one_by_one(pairs):
 
 
 @triton.jit
-def products(words, pairs, spans, BITS: tl.constexpr, RUN: tl.constexpr, kind: tl.constexpr):
+def products(words, pairs, spans, table, BITS: tl.constexpr, RUN: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
     """words [threads, columns, words of a thread] and pairs [threads, columns, runs] times x in spans -> sums [threads, columns]"""
     SHAPE: tl.constexpr = [words.shape[0], words.shape[1], 2 * words.shape[2]]
     scales = one_by_one(pairs)
@@ -106,9 +127,9 @@ def products(words, pairs, spans, BITS: tl.constexpr, RUN: tl.constexpr, kind: t
     for run in tl.static_range(pairs.shape[2]):
         for index in tl.static_range(run * RUN, run * RUN + RUN):
             span = tl.broadcast_to(spans[index][:, None, :], SHAPE)
-            codes = tl.reshape(codes_of(words, index, BITS, kind), SHAPE)
+            codes = tl.reshape(numbers_of(words, table, index, BITS, TABLE, kind), SHAPE)
             own, of_codes = tl.split(tl.sum(tl.join(span, codes * span), 2))  # joined, so that both lie in the same threads
-            base = own * base_of(index, BITS, kind == tl.float32)
+            base = own * base_of(index, 8 if TABLE else BITS, kind == tl.float32)
             if index == run * RUN:
                 product, sums, bases = of_codes, own, base
             else:
@@ -163,6 +184,7 @@ def packed_gemv(
     order,
     words,
     scales,
+    table,
     bias,
     out,
     factor,
@@ -170,6 +192,7 @@ def packed_gemv(
     wide,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    TABLE: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURNS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -178,6 +201,7 @@ def packed_gemv(
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    GATE: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -206,9 +230,9 @@ def packed_gemv(
             asked = asked + (asked_for(*ours, BITS, GROUP, COLUMNS, GATED, WARPS, WHOLE),)  # type: ignore[assignment]
         if STEPS > 1 and one + 1 < STEPS:
             now = x_of_a_step(x, order, columns + (one + 1) * STEP, size, ORDERED, WHOLE)
-        total += products(asked[one][0], asked[one][1], spans, BITS, RUN, kind)
+        total += products(asked[one][0], asked[one][1], spans, table, BITS, RUN, TABLE, kind)
         if one % STEPS == STEPS - 1:
-            stored(tl.sum(total, 0)[:, None], bias, out, first + one // STEPS, factor, 1, wide, COLUMNS, 1, BIAS, GATED)
+            stored(tl.sum(total, 0)[:, None], bias, out, first + one // STEPS, factor, 1, wide, COLUMNS, 1, BIAS, GATED, GATE)
             total = tl.zeros([32 * WARPS, COLUMNS], tl.float32)
         else:
             spans = in_spans(now, BITS, SPAN)

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.triton.packed.common import sum_shares
 from octavo.kernels.triton.packed.gemm import packed_gemm
 from octavo.kernels.triton.packed.gemv import packed_gemv
@@ -19,7 +20,7 @@ from octavo.kernels.triton.packed.rules import GEMM_ROWS, SMALL_GEMM_ROWS, Gemm,
 from octavo.kernels.triton.packed.small_gemm import packed_small_gemm
 from octavo.kernels.triton.packed.unpack import unpack_tile
 from octavo.kernels.triton.pdl import use_pdl
-from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul
 
 SLAB = 1 << 24  # weights
 SUM_TILE = 512
@@ -35,15 +36,15 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
     return divided(x, weight, bias, out, rule(len(x), weight))
 
 
-def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
-    """silu(gate) * up; weight has rows of gate over rows of up"""
+def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
+    """The gated numbers; weight has rows of gate over rows of up"""
     how = rule(len(x), weight, gated=True) if len(x) <= GEMM_ROWS else None
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     if isinstance(how, Gemv):
-        return gemv(x, weight, None, out, how, gated=True)
+        return gemv(x, weight, None, out, how, gate)
     if isinstance(how, SmallGemm):
-        return small_gemm(in_order(x, weight), weight, None, out, how, gated=True)
-    return silu_and_mul(packed_linear(x, weight))
+        return small_gemm(in_order(x, weight), weight, None, out, how, gate)
+    return gate_and_mul(packed_linear(x, weight), gate)
 
 
 def divided(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: How) -> Tensor:
@@ -62,7 +63,7 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
 
 def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[object, ...]:
     """What a compiled kernel of this product depends on."""
-    kind = weight.bits, weight.group, weight.words.device, bias
+    kind = weight.bits, weight.group, weight.table is None, weight.words.device, bias
     if rows > GEMM_ROWS:
         return kind
     how = rule(rows, weight, gated)
@@ -87,24 +88,26 @@ def _whole_turns(how: Gemv, weight: DeviceCodes, gated: bool) -> bool:
     return wide % (columns * how.turns) == 0 and weight.size % (weight.block * 8 * how.warps) == 0
 
 
-def gemv(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Gemv, gated: bool = False) -> Tensor:
+def gemv(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Gemv, gate: Gate | None = None) -> Tensor:
     """Of one row, or of none."""
+    gated = gate is not None
     wide, columns, steps = out.shape[1], how.columns // 2 if gated else how.columns, gemv_steps(weight, how.warps)
     assert len(x) <= 1 and x.is_contiguous() and x.shape[1] == weight.size
     if len(x):
         packed_gemv[(triton.cdiv(wide, columns * how.turns),)](
             x, weight.scales if weight.order is None else weight.order, weight.words.view(torch.uint32), weight.scales,
-            x if bias is None else bias, out, weight.factor, weight.size, wide,
-            BITS=weight.bits, GROUP=weight.group, COLUMNS=how.columns, TURNS=how.turns, STEPS=steps, AHEAD=how.ahead,
+            table_of(weight), x if bias is None else bias, out, weight.factor, weight.size, wide,
+            **form_of(weight), COLUMNS=how.columns, TURNS=how.turns, STEPS=steps, AHEAD=how.ahead,
             WHOLE=_whole_turns(how, weight, gated), ORDERED=weight.order is not None, BIAS=bias is not None,
-            GATED=gated, WARPS=how.warps, PDL=use_pdl(), num_warps=how.warps, launch_pdl=use_pdl(),
+            GATED=gated, GATE=GATES.index(gate or "swiglu"), WARPS=how.warps, PDL=use_pdl(), num_warps=how.warps, launch_pdl=use_pdl(),
         )  # fmt: skip
     return out
 
 
-def small_gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: SmallGemm, gated: bool = False) -> Tensor:
+def small_gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: SmallGemm, gate: Gate | None = None) -> Tensor:
+    gated = gate is not None
     rows, wide = power_of_rows(len(x)), out.shape[1]
-    assert rows * how.splits <= SMALL_GEMM_ROWS and how.lines % how.splits == 0 and not (gated and how.shares > 1)
+    assert weight.table is None and rows * how.splits <= SMALL_GEMM_ROWS and how.lines % how.splits == 0 and not (gated and how.shares > 1)
     columns, stretches = how.lines // how.splits, how.splits * how.shares
     parts = _parts(out, how.shares)
     if len(x):
@@ -113,7 +116,7 @@ def small_gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor,
             triton.cdiv(weight.blocks, stretches),
             BITS=weight.bits, GROUP=weight.group, ROWS=rows, LANES=8 if rows * how.splits <= 8 else 16, COLUMNS=columns,
             SPLITS=how.splits, SHARED=how.shares > 1, WHOLE=_whole(how, weight, gated), BIAS=bias is not None, GATED=gated,
-            WARPS=how.warps, STAGES=how.stages, AHEAD=how.ahead and use_pdl(), PDL=use_pdl(),
+            GATE=GATES.index(gate or "swiglu"), WARPS=how.warps, STAGES=how.stages, AHEAD=how.ahead and use_pdl(), PDL=use_pdl(),
             num_warps=how.warps, launch_pdl=use_pdl(),
         )  # fmt: skip
     return _summed(out, parts, weight.factor, bias, how.shares)
@@ -123,8 +126,8 @@ def gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: 
     parts = _parts(out, how.shares)
     whole = len(weight) % how.columns == 0 and weight.size % weight.block == 0
     packed_gemm[(triton.cdiv(len(x), how.rows), triton.cdiv(len(weight), how.columns), how.shares)](
-        x, weight.words, weight.scales, x if bias is None else bias, out, parts, weight.factor, len(x), weight.size, len(weight),
-        triton.cdiv(weight.blocks, how.shares), BITS=weight.bits, GROUP=weight.group, ROWS=how.rows, COLUMNS=how.columns,
+        x, weight.words, weight.scales, table_of(weight), x if bias is None else bias, out, parts, weight.factor, len(x), weight.size,
+        len(weight), triton.cdiv(weight.blocks, how.shares), **form_of(weight), ROWS=how.rows, COLUMNS=how.columns,
         SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, WARPS=how.warps, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
     return _summed(out, parts, 1.0, bias, how.shares)  # the weights had their factor already
@@ -140,6 +143,15 @@ def by_slabs(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, s
         else:
             torch.addmm(bias[rows], x, matrix, out=out[:, rows])
     return out
+
+
+def table_of(weight: DeviceCodes) -> Tensor:
+    return weight.scales if weight.table is None else weight.table
+
+
+def form_of(weight: DeviceCodes) -> dict[str, int]:
+    """What a kernel over codes has to know of them when it is compiled."""
+    return {"BITS": weight.bits, "GROUP": weight.group, "TABLE": weight.table is not None}
 
 
 def in_order(x: Tensor, weight: DeviceCodes) -> Tensor:
@@ -165,7 +177,7 @@ def _slab(weight: DeviceCodes, dtype: torch.dtype, first: int, count: int, index
     out = torch.empty(count, weight.size, dtype=dtype, device=weight.words.device)
     if count:
         unpack_tile[(triton.cdiv(count, UNPACK_ROWS), weight.blocks)](
-            weight.words, weight.scales, weight.scales if index is None else index, out, weight.factor, first, count,
-            weight.size, BITS=weight.bits, GROUP=weight.group, ROWS=UNPACK_ROWS, BY_INDEX=index is not None, num_warps=4,
+            weight.words, weight.scales, table_of(weight), weight.scales if index is None else index, out, weight.factor, first, count,
+            weight.size, **form_of(weight), ROWS=UNPACK_ROWS, BY_INDEX=index is not None, num_warps=4,
         )  # fmt: skip
     return out

@@ -97,12 +97,14 @@ MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
 
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
-    """For 1 to 512 rows. With a gate behind it `packed_small_gemm` has no shares."""
+    """For 1 to 512 rows. With a gate behind it `packed_small_gemm` has no shares; of codes with a table it knows nothing."""
     alone = gemv_rule(weight) if rows <= 1 else None
     if alone is not None:
         return alone
     measured = MEASURED.get((weight.size, len(weight)))
-    if measured is not None:
+    if weight.table is not None:
+        how: How = gemm_rule(rows, weight)
+    elif measured is not None:
         how = measured[power_of_rows(rows).bit_length() - 1]
     else:
         how = small_gemm_rule(rows, weight) if rows <= SMALL_GEMM_ROWS else gemm_rule(rows, weight)

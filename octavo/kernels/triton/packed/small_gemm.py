@@ -9,7 +9,7 @@ x. SPLITS fills empty ones with other stretches of the same rows, and its lines 
     stretch 0 of W        | counts         |                |     added over stretches at the end: [COLUMNS, ROWS]
     stretch 1 of W        |                | counts         |
 
-SHARED: the inner dimension is split over programs, too, and `sum_shares` adds. GATED: W is gate over up, silu(gate) * up comes
+SHARED: the inner dimension is split over programs, too, and `sum_shares` adds. GATED: W is gate over up, gated numbers come
 out. WHOLE: stretches and tiles all are, and nothing but rows is masked. `each`: blocks of a stretch. Sizes are plain arguments.
 """
 
@@ -63,7 +63,18 @@ def added_up(total, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def stored(
-    result, bias, out, program, factor, rows, wide, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr
+    result,
+    bias,
+    out,
+    program,
+    factor,
+    rows,
+    wide,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """result [COLUMNS, ROWS] of a program to out [rows, wide], with what comes behind"""
     HALF: tl.constexpr = COLUMNS // 2
@@ -73,7 +84,7 @@ def stored(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, [2, HALF, ROWS]), (1, 2, 0)))
         place = (program * HALF + tl.arange(0, HALF))[:, None]
-        both = gated(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind)
+        both = gated(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind, GATE)
         tl.store(out + row * wide + place, both, mask=(row < rows) & (place < wide))
     else:
         place = (program * COLUMNS + tl.arange(0, COLUMNS))[:, None]
@@ -105,6 +116,7 @@ def packed_small_gemm(
     WHOLE: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    GATE: tl.constexpr,
     STAGES: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -158,4 +170,4 @@ def packed_small_gemm(
         row, place = tl.arange(0, ROWS)[None, :], (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
         tl.store(parts + (share * rows + row) * wide + place, result, mask=(row < rows) & (place < wide))
     else:
-        stored(result, bias, out, tl.program_id(0), factor, rows, wide, COLUMNS, ROWS, BIAS, GATED)
+        stored(result, bias, out, tl.program_id(0), factor, rows, wide, COLUMNS, ROWS, BIAS, GATED, GATE)

@@ -10,6 +10,7 @@ from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS, scale_and_o
 def unpack_tile(
     words,
     scales,
+    table,
     index,
     out,
     factor,
@@ -18,6 +19,7 @@ def unpack_tile(
     size,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     BY_INDEX: tl.constexpr,
 ):
@@ -39,5 +41,5 @@ def unpack_tile(
         k = block * BLOCK + span * SPAN + within
         pairs = tl.load(scales + source * groups + (block * BLOCK + span * SPAN) // GROUP, mask=inside, other=0)
         scale, offset = scale_and_offset(pairs)
-        matrix = weights(codes, scale * factor, offset * factor, span, BITS, kind)
+        matrix = weights(codes, table, scale * factor, offset * factor, span, BITS, TABLE, kind)
         tl.store(out + row.to(tl.int64)[:, None] * size + k, matrix, mask=inside[:, None] & (k < size))

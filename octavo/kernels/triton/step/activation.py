@@ -1,38 +1,63 @@
-"""The gate of a SwiGLU MLP: silu(gate) * up, a tile of a row a program."""
+"""The gate of an MLP, a tile of a row a program: silu(gate) * up, gelu(gate) * up, or gpt-oss' gate of clamped numbers."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gates import ALPHA, CLAMP, GATES, Gate
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 TILE = 1024
+SWIGLU, GEGLU, CLAMPED = (tl.constexpr(GATES.index(gate)) for gate in ("swiglu", "geglu", "clamped"))
+LIMIT, SLOPE = tl.constexpr(CLAMP), tl.constexpr(ALPHA)
+TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 
 
 @triton.jit
-def gated(gate, up, kind: tl.constexpr):
-    """silu(gate) * up of two float32 tiles, rounded to `kind` before and after the product, as torch does."""
-    return ((gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * up).to(kind)
+def gated(gate, up, kind: tl.constexpr, GATE: tl.constexpr):
+    """Two float32 tiles as one, rounded to `kind` before and after the product, as torch does; clamped numbers after it alone."""
+    if GATE == CLAMPED:
+        low = tl.minimum(gate, LIMIT)
+        result = (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1) * (low / (1 + tl.exp(-SLOPE * low)))
+    elif GATE == GEGLU:  # gate * (1 + tanh(z)) / 2 is gate * sigmoid(2 z)
+        opened = gate / (1 + tl.exp(-TWICE_ROOT * (gate + 0.044715 * gate * gate * gate)))
+        result = opened.to(kind).to(tl.float32) * up
+    else:
+        tl.static_assert(GATE == SWIGLU)
+        result = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+    return result.to(kind)
 
 
 @triton.jit
-def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < SIZE
     wait(PDL)
     gate = tl.load(x + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + column, gated(gate, up, x.dtype.element_ty), mask=inside)
+    tl.store(out + row * SIZE + column, gated(gate, up, x.dtype.element_ty, GATE), mask=inside)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
+def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
+    """x [T, 2 * size], gate then up -> [T, size]."""
     assert x.is_contiguous()
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
         pdl = use_pdl()
-        gate_rows[(rows, triton.cdiv(size, TILE))](x, out, SIZE=size, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl)
+        gate_rows[(rows, triton.cdiv(size, TILE))](
+            x, out, SIZE=size, TILE=TILE, GATE=GATES.index(gate), PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
     return out
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * size], gate then up -> gelu(gate) * up [T, size], with the GELU that is made of a tanh."""
+    return gate_and_mul(x, "geglu")
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
+    return gate_and_mul(x, "swiglu")

@@ -1,4 +1,7 @@
-"""Residual add and RMS norm in one pass: a program holds a whole row. Roundings are those of the twin."""
+"""Residual add and RMS norms in one pass: a program holds a whole row. Roundings are those of the twins.
+
+    x ---> [norm after] ---> * scale ---> + residual ---> stream ---> [norm before the next sub-layer] ---> out
+"""
 
 import torch
 import triton
@@ -9,36 +12,94 @@ from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 
 @triton.jit
-def normed(wide, weight, eps, SIZE: tl.constexpr, kind: tl.constexpr):
-    """A row [PADDED] float32, zero past SIZE, normalised and weighted, as `kind`."""
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    return ((wide * scale).to(kind).to(tl.float32) * weight.to(tl.float32)).to(kind)
+def weighted(wide, weight, kind: tl.constexpr):
+    """Numbers in float32 times a norm's weight, as `kind`. They are rounded to the weight's dtype first."""
+    return (wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(kind)
 
 
 @triton.jit
-def add_norm(x, residual, weight, out, stream, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def normed(wide, weight, eps, SIZE: tl.constexpr, kind: tl.constexpr):
+    """A row [PADDED] float32, zero past SIZE, normalised and weighted, as `kind`."""
+    return weighted(wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps), weight, kind)
+
+
+@triton.jit
+def added(x, residual, after, eps, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, SCALED: tl.constexpr):
+    """A row of the new residual stream, out of a sub-layer's row and the stream's."""
+    kind = x.dtype
+    if AFTER:
+        x = normed(x.to(tl.float32), after, eps, SIZE, kind)
+    if SCALED:
+        x = (x.to(tl.float32) * scale).to(kind)
+    return (x.to(tl.float32) + residual.to(tl.float32)).to(kind)
+
+
+@triton.jit
+def add_norm(
+    x,
+    residual,
+    after,
+    weight,
+    out,
+    stream,
+    eps,
+    scale,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADDED: tl.constexpr,
+    AFTER: tl.constexpr,
+    SCALED: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     column = tl.arange(0, PADDED)
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
-    kind = x.dtype.element_ty
-    scales = tl.load(weight + column, mask=inside, other=0.0)
+    scales = tl.load(weight + column, mask=inside, other=0.0) if BEFORE else column
+    of_after = tl.load(after + column, mask=inside, other=0.0) if AFTER else column
     wait(PDL)
-    added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = added.to(kind)
-    tl.store(stream + at, rounded, mask=inside)
-    tl.store(out + at, normed(rounded.to(tl.float32), scales, eps, SIZE, kind), mask=inside)
+    sums = tl.load(x + at, mask=inside, other=0.0)
+    if ADDED:
+        sums = added(sums, tl.load(residual + at, mask=inside, other=0.0), of_after, eps, scale, SIZE, AFTER, SCALED)
+        tl.store(stream + at, sums, mask=inside)
+    if BEFORE:
+        tl.store(out + at, normed(sums.to(tl.float32), scales, eps, SIZE, sums.dtype), mask=inside)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum: (normed, new residual), each [T, size]."""
-    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape
-    size = x.shape[-1]
-    out, stream = torch.empty_like(x), torch.empty_like(x)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, size], normalised"""
+    return _add_norm(x, None, None, weight, eps, 1.0)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Adds x, scaled, to the residual stream and normalises the sum: (normed, new residual), each [T, size]."""
+    return _add_norm(x, residual, None, weight, eps, scale)
+
+
+def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """The new residual stream: x is normed, scaled and added."""
+    return _add_norm(x, residual, after, None, eps, scale)[1]
+
+
+def norm_add_norm(
+    x: Tensor, residual: Tensor, after: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(the normed sum for the next sub-layer, the new residual); `after` norms x before it is added."""
+    return _add_norm(x, residual, after, weight, eps, scale)
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor | None, after: Tensor | None, weight: Tensor | None, eps: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    assert x.is_contiguous() and (residual is None or (residual.is_contiguous() and x.shape == residual.shape))
+    size, stream = x.shape[-1], x if residual is None else torch.empty_like(x)
+    out = stream if weight is None else torch.empty_like(x)
     if x.numel():
         padded = triton.next_power_of_2(size)
         add_norm[(x.numel() // size,)](
-            x, residual, weight, out, stream, eps, SIZE=size, PADDED=padded, PDL=use_pdl(),
-            num_warps=min(max(padded // 512, 1), 16), launch_pdl=use_pdl(),
+            x, x if residual is None else residual, x if after is None else after, x if weight is None else weight, out, stream,
+            eps, scale, SIZE=size, PADDED=padded, ADDED=residual is not None, AFTER=after is not None, SCALED=scale != 1.0,
+            BEFORE=weight is not None, PDL=use_pdl(), num_warps=min(max(padded // 512, 1), 16), launch_pdl=use_pdl(),
         )  # fmt: skip
     return out, stream

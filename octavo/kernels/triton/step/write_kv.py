@@ -1,10 +1,11 @@
-"""New tokens into the cache: norm of each head (optional), rotation, and the write of k and v to their slots, in one kernel.
+"""New tokens into the cache: norm of q and k (optional), rotation, and the write of k and v to their slots, in one kernel.
 
     qkv    [T, q: heads | k: kv_heads | v: kv_heads]      q and k are normed and rotated in place; k and v go to the cache
+    a head [ first: HALF | second: HALF | rest ]          first and second are turned together; without rotation they only stand apart
 
 So prefill finds this step's keys and values side by side in qkv, without a look at the tables. One program takes one token's q,
-k or v with all its heads. Halves of a head are loaded apart: dimension i and i + head_dim/2 are turned together. Roundings are
-those of the twin: after the norm, after its weight, after the rotation.
+k or v with all its heads, so that a norm over all of them (WHOLE) costs no more than one over each. Roundings are those of the
+twin: after the norm, after its weight, after the rotation.
 """
 
 import torch
@@ -15,11 +16,37 @@ from torch import Tensor
 from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.triton.attention.common import place_of
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
+from octavo.kernels.triton.step.norm import weighted
 
 
 @triton.jit
-def rms_scale(first, second, eps, DIM: tl.constexpr):
-    return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
+def load_head(base, half, tail, present, HALF: tl.constexpr, DIM: tl.constexpr):
+    """(first, second, rest) of what begins at `base`; rest is of no use where there is none."""
+    first = tl.load(base + half, mask=present & (half < HALF), other=0.0)
+    second = tl.load(base + HALF + half, mask=present & (half < HALF), other=0.0)
+    rest = first
+    if 2 * HALF < DIM:
+        rest = tl.load(base + tail, mask=present & (tail < DIM), other=0.0)
+    return first, second, rest
+
+
+@triton.jit
+def store_head(base, half, tail, present, first, second, rest, HALF: tl.constexpr, DIM: tl.constexpr):
+    tl.store(base + half, first, mask=present & (half < HALF))
+    tl.store(base + HALF + half, second, mask=present & (half < HALF))
+    if 2 * HALF < DIM:
+        tl.store(base + tail, rest, mask=present & (tail < DIM))
+
+
+@triton.jit
+def rms_scale(first, second, rest, eps, num_heads, HALF: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr):
+    """[heads, 1], or [1, 1] of all heads."""
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if 2 * HALF < DIM:
+        squares += tl.sum(rest * rest, 1)
+    if WHOLE:
+        squares = tl.sum(squares, 0, keep_dims=True) / num_heads
+    return tl.rsqrt(squares / DIM + eps)[:, None]
 
 
 @triton.jit
@@ -38,51 +65,54 @@ def write(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # part: q, k or v
-    HALF: tl.constexpr = DIM // 2
     kind = qkv.dtype.element_ty
     num_heads = tl.where(part == 0, HEADS, KV_HEADS)
     first_head = tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV_HEADS))
     head, half = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
-    present = (head < num_heads) & (half < HALF)
-    source = qkv + token * STRIDE + (first_head + head) * DIM + half
+    tail = 2 * HALF + tl.arange(0, TAIL_TILE)[None, :]
+    present = head < num_heads
+    base = qkv + token * STRIDE + (first_head + head) * DIM
     wait(PDL)
-    first = tl.load(source, mask=present, other=0.0)
-    second = tl.load(source + HALF, mask=present, other=0.0)
+    first, second, rest = load_head(base, half, tail, present, HALF, DIM)
     slot = tl.load(slots + token).to(tl.int64)
-    target = place_of(slot, head, KV_HEADS, DIM, TOGETHER) + half
+    target = place_of(slot, head, KV_HEADS, DIM, TOGETHER)
     if part == 2:
-        tl.store(v_cache + target, first, mask=present)
-        tl.store(v_cache + target + HALF, second, mask=present)
+        store_head(v_cache + target, half, tail, present, first, second, rest, HALF, DIM)
     else:
-        x, y = first.to(tl.float32), second.to(tl.float32)
+        x, y, z = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
         if NORM:
-            weight = (q_weight if part == 0 else k_weight) + half
-            scale = rms_scale(x, y, eps, DIM)
-            weight_x, weight_y = tl.load(weight, mask=half < HALF), tl.load(weight + HALF, mask=half < HALF)
-            x = ((x * scale).to(kind).to(tl.float32) * weight_x.to(tl.float32)).to(kind).to(tl.float32)
-            y = ((y * scale).to(kind).to(tl.float32) * weight_y.to(tl.float32)).to(kind).to(tl.float32)
-        angle = tl.load(positions + token).to(tl.int64) * HALF + half
-        c, s = tl.load(cos + angle, mask=half < HALF), tl.load(sin + angle, mask=half < HALF)
-        turned_x, turned_y = (x * c - y * s).to(kind), (y * c + x * s).to(kind)
-        tl.store(source, turned_x, mask=present)
-        tl.store(source + HALF, turned_y, mask=present)
+            weight = (q_weight if part == 0 else k_weight) + head * (DIM if WHOLE else 0)
+            weights = load_head(weight, half, tail, present, HALF, DIM)
+            scale = rms_scale(x, y, z, eps, num_heads, HALF, DIM, WHOLE)
+            first, second = weighted(x * scale, weights[0], kind), weighted(y * scale, weights[1], kind)
+            rest = weighted(z * scale, weights[2], kind)
+            x, y = first.to(tl.float32), second.to(tl.float32)
+        if TURNED:
+            angle = tl.load(positions + token).to(tl.int64) * HALF + half
+            c, s = tl.load(cos + angle, mask=half < HALF), tl.load(sin + angle, mask=half < HALF)
+            first, second = (x * c - y * s).to(kind), (y * c + x * s).to(kind)
+        if NORM or TURNED:
+            store_head(base, half, tail, present, first, second, rest, HALF, DIM)
         if part == 1:
-            tl.store(k_cache + target, turned_x, mask=present)
-            tl.store(k_cache + target + HALF, turned_y, mask=present)
+            store_head(k_cache + target, half, tail, present, first, second, rest, HALF, DIM)
 
 
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, of qkv's dtype or float32, eps
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
@@ -92,14 +122,16 @@ def write_kv(
     """Returns q [T, heads, head_dim], a view of qkv; q and k are overwritten there."""
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    assert head_dim % 2 == 0, f"head_dim {head_dim}"
+    half = cos.shape[1] or head_dim // 2
+    assert head_dim % 2 == 0 and 2 * half <= head_dim, f"head_dim {head_dim}, of which {2 * half} are rotated"
     assert qkv.is_contiguous() and k_cache.stride() == v_cache.stride() and cos.dtype == torch.float32
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
     if len(qkv):
         write[(len(qkv), 3)](
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, k_cache, v_cache,
-            STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF_TILE=triton.next_power_of_2(head_dim // 2),
-            HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)), NORM=norms is not None,
+            STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
+            TAIL_TILE=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)),
+            NORM=norms is not None, WHOLE=norms is not None and len(q_weight) > head_dim, TURNED=cos.shape[1] > 0,
             TOGETHER=tokens_together(k_cache), PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
         )  # fmt: skip
     return qkv.view(len(qkv), -1, head_dim)[:, :heads]

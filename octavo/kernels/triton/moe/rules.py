@@ -1,0 +1,96 @@
+"""How the products of a mixture are divided, by shape and GPU alone, never tried out at run time.
+
+    few tokens    each token reads its own experts' matrices, once for each choice
+    more          each expert's matrix is read once for a tile of rows, which should be as tall as its rows are many
+
+At 256 tokens, 8 of 128 experts each, an expert has 16 rows: reading matrices is the limit, so a tile should hold all of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.triton.target import capability, is_roomy
+
+FEW_TOKENS = 4
+HELD = 16384  # numbers of matrices that a program of a few tokens holds
+MAX_HELD = 2 * HELD
+PER_THREAD = 64  # of them in one thread's registers
+MAX_COLUMNS = 8
+THREADS = 32  # of a warp
+BLOCKS = 8  # that a warp has of a row of codes at once
+
+
+class Row(NamedTuple):
+    columns: int  # rows of W in a tile
+    warps: int
+
+
+class PackedRow(NamedTuple):
+    columns: int
+    warps: int
+    steps: int  # that make a row of W
+    ahead: int  # steps whose codes are on their way
+
+
+class Grouped(NamedTuple):
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+def row_tiles(size: int, matrices: int) -> Row | None:
+    """For floats: `matrices` rows of `size` numbers are held for each column. None where these are too many."""
+    padded = triton.next_power_of_2(size)
+    if padded * matrices > MAX_HELD:
+        return None
+    columns = max(min(HELD // (padded * matrices), MAX_COLUMNS), 1)
+    return Row(columns, min(max(columns * padded * matrices // (THREADS * PER_THREAD), 1), 16))
+
+
+def packed_row_tiles(weight: DeviceCodes, matrices: int) -> PackedRow:
+    """For codes: `matrices` rows make a column, one after the other.
+
+    As many warps as leave the least of a row to idle threads, so that a row takes few steps: steps take registers.
+    """
+    steps = {warps: -(-weight.blocks // (BLOCKS * warps)) for warps in (4, 2, 1)}
+    warps = min(steps, key=lambda warps: steps[warps] * warps)  # of equals the most
+    if matrices == 1:
+        return PackedRow(8 if steps[warps] == 1 else 4, warps, steps[warps], ahead=min(steps[warps], 2))
+    return PackedRow(2, warps, steps[warps], ahead=min(steps[warps] * matrices, 8 if steps[warps] == 1 else 4))
+
+
+def few_tokens(tokens: int) -> bool:
+    return tokens <= FEW_TOKENS
+
+
+def grouped_tiles(choices: int, count: int, dtype: torch.dtype, gated: bool) -> Grouped:
+    """For floats. As many rows as a tile has room for and experts have on the average, with some to spare."""
+    rows = grouped_rows(choices, count)
+    if dtype == torch.float32:
+        return Grouped(min(rows, 32), 32, 32, 4, 2)
+    if not is_roomy(capability()):
+        return Grouped(min(rows, 64), 64, 32, 4, 3)
+    if rows <= 64:
+        return Grouped(rows, 64 if gated else 128, 64, 4, 4)
+    return Grouped(rows, 128, 64, 8, 3 if gated else 4)
+
+
+def packed_grouped_tiles(choices: int, count: int, dtype: torch.dtype) -> Grouped:
+    """For codes, of which a step is a block."""
+    rows = grouped_rows(choices, count)
+    if dtype == torch.float32:
+        return Grouped(min(rows, 32), 32, 0, 4, 2)
+    if not is_roomy(capability()):
+        return Grouped(min(rows, 64), 64, 0, 8, 2)
+    return Grouped(rows, 64, 0, 4, 3) if rows <= 64 else Grouped(rows, 128, 0, 8, 3)
+
+
+def grouped_rows(choices: int, count: int) -> int:
+    """Of a tile, a power of two: it follows from what a step's shape is, not from what it chooses."""
+    rows: int = triton.next_power_of_2(-(-3 * choices // (2 * count)))
+    return min(max(rows, 16), 128)
