@@ -131,8 +131,7 @@ def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription:
-    whole = dense_family.describe(rules, family, config, mixture_matrices)
-    return replace(whole, captured=False)  # the layer in torch asks the device how many tokens each expert has
+    return dense_family.describe(rules, family, config, mixture_matrices)
 
 
 def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:

@@ -60,7 +60,7 @@ def graph_refusal(model: ModelDescription) -> str | None:
     """Says why steps of this model cannot be captured as CUDA graphs, or returns None."""
     if any("context_parallel" in layer.mixer.features for layer in model.kinds):
         return "ranks that share a context meet in every layer"
-    return model.several_tables() if model.captured else f"the {model.family} family does not say that its steps can be captured"
+    return None if model.captured else f"the {model.family} family does not say that its steps can be captured"
 
 
 def captured_tokens(model: ModelDescription) -> int:

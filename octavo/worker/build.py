@@ -102,8 +102,7 @@ def _build(
         eager, store = _eager(facts, geometry, stored, table, shadow)
         # stages have graphs of different shapes, and a step has to be as large on all of them
         graph = _graph(facts, eager) if facts.on_device and facts.place.stage.count == 1 else None
-        # what is padding writes to the null block. Rows read that behind a window that gives back, so their steps are not padded
-        program = eager if graph is None or facts.model.several_tables() else graph
+        program = eager if graph is None else graph
         runner = ModelRunner(watched_torch(program, eager, shadow) if shadow else program, sampling, store, table, faults, processed)
         if graph is not None and facts.device.type == "cuda":
             _warm_up_graph(facts, graph, runner, compilers)
