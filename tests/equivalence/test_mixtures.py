@@ -13,7 +13,7 @@ from octavo.engine.verify import verify
 from octavo.loading.resolve import load_model_config, source_of
 from tests.equivalence.test_transformers import random_prompts
 from tests.support.greedy import compare_with_reference
-from tests.support.mixtures import MIXTURES, VOCAB, plain_folder, tiny_mixture, to_mxfp4
+from tests.support.mixtures import HEADS, MIXTURES, VOCAB, plain_folder, tiny_mixture, to_mxfp4
 from tests.support.places import PLACES, Place, open_engine
 
 HUB_NAMES = {
@@ -54,8 +54,8 @@ def test_mixtures_give_the_tokens_transformers_gives(architecture: str, native: 
 @PLACES
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_mixtures_give_them_on_a_gpu_too(architecture: str, place: Place, tmp_path: Path) -> None:
-    """One row, which takes the kernels for a few, and several."""
-    folder = tiny_mixture(tmp_path / "model", architecture, seed=3)
+    """One row, which takes the kernels for a few, and several. Kernels of a GPU want heads of a multiple of 16 numbers."""
+    folder = tiny_mixture(tmp_path / "model", architecture, seed=3, **{"hidden_size": 16 * HEADS} if place == "cuda" else {})
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=4)
     with open_engine(folder, place, dtype="float32", max_num_seqs=8, num_gpu_blocks_override=300) as llm:
         prompts = random_prompts(6, VOCAB, 60, seed=4)
