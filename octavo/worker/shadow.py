@@ -251,14 +251,14 @@ def shadowed(
             return out
 
         def attend_few(
-            self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+            self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch, sinks: Tensor | None = None
         ) -> tuple[Tensor, Tensor]:
             both = cast(FewBackend, self.over_blocks), cast(FewBackend, self.over_regions)
             if not shadow.watches:
-                return both[0].attend_few(qkv, norms, rope, cache, batch)
+                return both[0].attend_few(qkv, norms, rope, cache, batch, sinks)
             paged, plain = batch.attention
-            reference = both[1].attend_few(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
-            parts = both[0].attend_few(qkv, norms, rope, cache, paged)
+            reference = both[1].attend_few(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain, sinks)
+            parts = both[0].attend_few(qkv, norms, rope, cache, paged, sinks)
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
             held = parts[1] > -torch.inf  # splits that hold nothing are not written, and not read
             shadow.compare_outputs(self.layer, parts[1], reference[1])

@@ -163,7 +163,7 @@ def test_parts_that_are_not_of_one_kind_are_merged_or_floats_as_planned(tmp_path
 
 # promise: quantization-q-auto
 def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
-    said = r"^quantization must be one of auto, none, int8, int4, got 'awq': auto reads what the file holds \(awq, gptq, gguf\)$"
+    said = r"^quantization must be one of auto, none, int8, int4, got 'awq': auto reads what the file holds \(awq, gptq, fp8, gguf\)$"
     with pytest.raises(ConfigError, match=said):
         LLM(quantization="awq")  # type: ignore[arg-type]
     refused = octavo("generate", "x", "-q", "gptq")

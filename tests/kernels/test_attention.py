@@ -197,20 +197,23 @@ def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any
 
 
 @pytest.mark.parametrize("name", ["triton", "contiguous"])
-def test_what_kernels_of_a_gpu_lack_is_refused_and_capped_scores_have_none_for_a_few_rows(name: str) -> None:
+def test_what_kernels_of_a_gpu_lack_is_refused_and_a_norm_over_all_heads_has_none_for_a_few_rows(name: str) -> None:
     backend = load_backend(name, on_device=True)
-    for field in ({"sinks": True}, {"alibi": True}, {"role": "encoder"}):
+    for field in ({"alibi": True}, {"role": "encoder"}):
         with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
             backend(replace(SPEC, **field))
-    lacking: list[dict[str, Any]] = [{"soft_cap": 30.0}, {"rotary_dim": 4}, {"rope": None}, {"qk_norm": "whole"}]
+    others: list[dict[str, Any]] = [{}, {"sinks": True}, {"soft_cap": 30.0}, {"rotary_dim": 4}, {"rope": None}, {"qk_norm": "heads"}]
     spec = replace(SPEC, rope=RopeConfig())
-    assert backend(spec).few_rows > 0 and not any(backend(replace(spec, **field)).few_rows for field in lacking)
+    assert all(backend(replace(spec, **field)).few_rows > 0 for field in others)
+    assert backend(replace(spec, qk_norm="whole")).few_rows == 0
 
 
 def test_a_backend_is_chosen_that_has_what_the_layers_ask_for() -> None:
     asked = frozenset({"window", "sinks", "no_rotation"})
     assert choose_backend(resolved(EngineConfig(), "cpu"), "float32", False, asked) is CpuBackend
-    with pytest.raises(ConfigError, match="backend triton does not support sinks: leave attention_backend at auto, and set device to cpu"):
+    assert choose_backend(resolved(EngineConfig(), "cuda"), "bfloat16", True, asked) is TritonBackend
+    asked |= {"alibi"}
+    with pytest.raises(ConfigError, match="backend triton does not support alibi: leave attention_backend at auto, and set device to cpu"):
         choose_backend(resolved(EngineConfig(), "cuda"), "bfloat16", True, asked)
-    with pytest.raises(ConfigError, match=r"backend triton does not support sinks: leave attention_backend at auto$"):
+    with pytest.raises(ConfigError, match=r"backend triton does not support alibi: leave attention_backend at auto$"):
         choose_backend(resolved(EngineConfig(attention_backend="triton"), "cpu"), "float32", False, asked)

@@ -1,6 +1,7 @@
 """The five kernels of a few rows mean what a layer means: a whole model by way of their twins, against its own forward."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ RAW = {
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 
-def model_of(family: str, **fields: object) -> DenseModel:
+def model_of(family: str, difference: dict[str, Any] | None = None, **fields: object) -> DenseModel:
+    """`difference`: fields of the config as it was read that are changed"""
     config = read_config({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
+    config = replace(config, **difference or {})
     model = DenseModel(config, torch.float32, load_backend("triton"), NullComm(), 96)
     torch.manual_seed(4)
     for parameter in model.parameters():
@@ -45,7 +48,22 @@ def hidden_of(model: DenseModel, batch: ForwardBatch) -> Tensor:
     ("family", "fields"), [("Llama", {}), ("Llama", {"attention_bias": True}), ("Qwen2", WINDOW), ("Qwen3", {})], ids=str
 )
 def test_a_decode_step_gives_the_hidden_states_and_caches_of_forward(family: str, fields: dict[str, object]) -> None:
-    model = model_of(family, **fields)
+    check_decode_step(model_of(family, **fields))
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"norms": "both"}, {"norms": "after"}, {"wide_norms": True}, {"residual_scale": 0.5}, {"activation": "geglu"}, {"soft_cap": 3.0},
+        {"rotary_dim": 8}, {"ropes": (None,) * 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_so_does_one_of_a_layer_that_is_not_plain(difference: dict[str, Any]) -> None:
+    check_decode_step(model_of("Llama", difference))
+
+
+def check_decode_step(model: DenseModel) -> None:
     pools = [Pool(3, kv_heads=2, head_dim=16, num_rows=3, max_len=96) for _ in range(2)]
     with torch.inference_mode():
         for pool in pools:
@@ -90,12 +108,9 @@ def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:
 
 @pytest.mark.parametrize(
     "difference",
-    [
-        {"norms": "both"}, {"norms": "after"}, {"wide_norms": True}, {"residual_scale": 0.5}, {"activation": "geglu"}, {"mlp_bias": True},
-        {"soft_cap": 3.0}, {"rotary_dim": 8}, {"ropes": (None,) * 3}, {"qk_norm": "whole"},
-    ],
+    [{"mlp_bias": True}, {"qk_norm": "whole"}],
     ids=str,
-)  # fmt: skip
+)
 def test_a_layer_with_something_that_they_lack_is_not_theirs(difference: dict[str, object]) -> None:
     plain = read_config({**RAW, "architectures": ["LlamaForCausalLM"]}, "test")
     for config, theirs in ((plain, True), (replace(plain, **difference), False)):

@@ -64,8 +64,8 @@ def test_compressed_tensors_are_read() -> None:
     ("table", "message"),
     [
         ("awq", "quantization_config must be an object, got 'awq'"),
-        ({"bits": 4}, r"quantization_config.quant_method is '\(missing\)', supported: awq, gptq, fp8, compressed-tensors"),
-        ({**AWQ, "quant_method": "hqq"}, "quant_method is 'hqq', supported: awq, gptq, fp8, compressed-tensors"),
+        ({"bits": 4}, r"quantization_config.quant_method is '\(missing\)', supported: awq, gptq, fp8, mxfp4, compressed-tensors"),
+        ({**AWQ, "quant_method": "hqq"}, "quant_method is 'hqq', supported: awq, gptq, fp8, mxfp4, compressed-tensors"),
         ({**AWQ, "quant_method": ["awq"]}, "quant_method is "),
         ({**AWQ, "bits": 8}, "bits is 8, supported: 4"),
         ({**AWQ, "bits": True}, "bits is True"),

@@ -132,7 +132,7 @@ def test_programs_and_models_that_cannot_share_a_context_are_named(tmp_path: Pat
     model = describe(rank_config(read_config(raw_config("Llama"), "test"), 2, 2))
     with caplog.at_level(logging.INFO, "octavo"):
         assert not suited(asked, model).native
-    assert "Native kernels are off for this model, torch computes: attention has context_parallel" in caplog.text
+    assert "Native kernels are off for this model, torch computes: layer 0 has attention with context_parallel" in caplog.text
     assert suited(replace(asked, device="cuda"), model).enforce_eager
     windowed = replace(model, layers=tuple(replace(one, mixer=replace(one.mixer, window=4)) for one in model.layers), gives_back=True)
     with pytest.raises(ConfigError, match=r"^decode_context_parallel_size is 2, .* layer 0 gives back .*; set it to 1$"):

@@ -45,7 +45,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def new_pool(program: NativeProgram, cache: torch.dtype) -> Pool:
     model = program.model
-    return Pool(model.num_layers, model.kv_heads, model.head_dim, max_len=LONG, cache_dtype=cache)
+    return Pool(model.num_layers, model.layers[0].kv_heads, model.layers[0].head_dim, max_len=LONG, cache_dtype=cache)
 
 
 def steps(pool: Pool, vocab: int) -> Iterator[StepTensors]:
