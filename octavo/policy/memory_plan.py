@@ -34,6 +34,7 @@ MOST_CPU_POOL = 4 * GIB
 MOST_BLOCKS = 2**20  # unless asked for: the block pool keeps a little of each, and a toy model would get millions
 LIBRARIES = 150 * MIB  # measured: Python with torch and the rest imported
 MOST_KEPT = 64 * MIB  # by malloc, of two fifths of the activations: larger tensors go back to the machine at once
+LEFT_PER_WORD, MOST_LEFT = 300, 16 * MIB  # of what reading the words left behind: native buffers take its place as they grow
 BYTES_PER_WORD = 600  # of the vocabulary: the tokenizer, and the words in the header of a GGUF file
 BYTES_PER_BLOCK = 270  # the pool's lists, and the index of sealed blocks
 BYTES_PER_ROW = 100  # lengths, sampling parameters, noise key
@@ -221,8 +222,8 @@ class _Planner:
             gathered=min(tokens, config.max_num_seqs * max_len),
         )
         if needs.native_threads:
-            step = native_step_bytes(model, load, needs.native_threads)
-            kept = 0  # buffers that grow take the place of what reading the weights left behind
+            step, kept = native_step_bytes(model, load, needs.native_threads), 0
+            step -= min(step, MOST_LEFT, LEFT_PER_WORD * model.vocab_size)
         else:
             step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load, needs.arm)
             kept = 0 if needs.arm else min(MOST_KEPT, step * 2 // 5)

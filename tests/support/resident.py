@@ -16,7 +16,7 @@ POLL_SECONDS = 0.0005  # tensors worth counting live longer
 LOAD = """
 import json, random, sys
 settings = json.loads(sys.argv[1])
-import torch, numpy, safetensors, tokenizers, jinja2, octavo.llm, octavo.engine.build
+import torch, numpy, safetensors, tokenizers, jinja2, octavo.llm, octavo.worker.build
 from octavo import LLM, SamplingParams
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16):
