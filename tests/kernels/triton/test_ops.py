@@ -92,7 +92,7 @@ def test_norms_after_a_sub_layer_and_before_the_next(dtype: torch.dtype, wide: b
         assert_near(got, exact)
     got, exact = add_rms_norm(x, residual, before, 1e-5, scale), plain_layer.add_rms_norm(x, residual, before, 1e-5, scale)
     assert_near(got[0], exact[0])
-    assert torch.equal(got[1], exact[1])
+    assert_near(got[1], exact[1])  # a GPU multiplies and adds in one operation
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (1.0, 30.0), (0.5, 3.0)], ids=str)
