@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
-from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention as reference_attention
-from octavo.kernels.reference import fp8 as reference_fp8
 from octavo.kernels.reference import layer as reference_layer
 from octavo.kernels.reference import mixture as reference_mixture
 from octavo.kernels.reference import partial_attention as reference_partial
@@ -366,9 +364,3 @@ def mixture(
     kernels = _triton("moe.products") if x.is_cuda else reference_mixture
     mixed: Tensor = kernels.mixture(x, ids, weights, gate_up, down, biases, activation, first)
     return mixed
-
-
-def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
-    """Returns x W^T [rows, out]. x: [rows, in]. A GPU needs matrix units for 8-bit floats: compute capability 8.9 or higher."""
-    product: Tensor = (_triton("fp8") if x.is_cuda else reference_fp8).fp8_linear(x, weight, bias)
-    return product

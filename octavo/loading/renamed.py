@@ -1,8 +1,11 @@
-"""A checkpoint under the names that its family's rules have.
+"""A checkpoint under other names. What no name leads to is not shown.
 
-A model of text and images has its text part under a prefix of its own. Here its weights have the names of a model of text alone,
-and those that this engine has no use for are not shown.
+A model of text and images has its text part under a prefix of its own. `under_rules` gives its weights the names that a model of
+text alone has, which are those of its family's rules.
 """
+
+import hashlib
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -14,20 +17,25 @@ from octavo.quant.packed import PackedWeight
 
 
 def under_rules(stored: FileCheckpoint, rules: Rules) -> FileCheckpoint:
-    return RenamedCheckpoint(stored, rules) if rules.renames else stored
+    if not rules.renames:
+        return stored
+    found: dict[str, str] = {}
+    for name in stored.names():
+        shown = rules.of_checkpoint(name)
+        if shown in found:
+            raise LoadError(f"{stored.source}: {name[:200]} and {found[shown][:200]} are the same weight")
+        if shown is not None:
+            found[shown] = name
+    return RenamedCheckpoint(stored, found)
 
 
 class RenamedCheckpoint:
-    def __init__(self, stored: FileCheckpoint, rules: Rules) -> None:
+    def __init__(self, stored: FileCheckpoint, stored_name: Mapping[str, str], mark: bytes = b"") -> None:
+        """`stored_name`: by the name that is shown; `mark`: makes the digest another one, where these are not all weights"""
         self.source = stored.source
         self._stored = stored
-        self._stored_name: dict[str, str] = {}  # by the name that is shown
-        for name in stored.names():
-            shown = rules.of_checkpoint(name)
-            if shown in self._stored_name:
-                raise LoadError(f"{self.source}: {name[:200]} and {self._stored_name[shown][:200]} are the same weight")
-            if shown is not None:
-                self._stored_name[shown] = name
+        self._stored_name = stored_name
+        self._mark = mark
 
     def names(self) -> list[str]:
         return list(self._stored_name)
@@ -51,4 +59,5 @@ class RenamedCheckpoint:
         return self._stored.packed_part(self._stored_name[name], part)
 
     def fingerprint(self) -> bytes:
-        return self._stored.fingerprint()
+        whole = self._stored.fingerprint()
+        return hashlib.blake2b(whole + self._mark, digest_size=32).digest() if self._mark else whole

@@ -1,7 +1,7 @@
 """The weights of one rank of several, out of the files of the whole model.
 
     ShardedCheckpoint    tensor parallel: the rank's part of each weight, under the weight's own name
-    ExpertsCheckpoint    expert parallel: the experts of a rank, numbered from 0
+    of_experts           expert parallel: the experts of a rank, numbered from 0
     StagedCheckpoint     pipeline parallel: the layers of a stage, numbered from 0
 
 So loaders fill a model that was built with the rank's config as they fill a whole one. What other ranks have is not read; but see
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
+from octavo.loading.renamed import RenamedCheckpoint
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import describe, rank_parts
@@ -35,7 +36,7 @@ def of_rank(
     if expert_ranks > 1:
         count = next(mlp.experts.count for mlp in (layer.mlp for layer in describe(config).layers) if mlp.experts is not None)
         held = count // expert_ranks
-        stored = ExpertsCheckpoint(stored, count, range(rank * held, (rank + 1) * held))
+        stored = of_experts(stored, count, range(rank * held, (rank + 1) * held))
     return ShardedCheckpoint(stored, rank_parts(config, size, rank, context, expert_ranks))
 
 
@@ -96,44 +97,16 @@ def _pieces(part: Part) -> list[Part]:
     return [Part(rows=run) for run in part.runs] or [part]
 
 
-class ExpertsCheckpoint:
-    def __init__(self, stored: FileCheckpoint, count: int, own: range) -> None:
-        """`count`: of all experts; `own`: those of the rank"""
-        self.source = stored.source
-        self._stored = stored
-        self._own = own
-        self._stored_name: dict[str, str] = {}  # by the name that is shown
-        for name in stored.names():
-            expert = Rules.expert(name)
-            if expert is None or expert >= count:  # the loader refuses an expert that the model does not have
-                self._stored_name[name] = name
-            elif expert in own:
-                self._stored_name[Rules.with_expert(name, expert - own.start)] = name
-
-    def names(self) -> list[str]:
-        return list(self._stored_name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored.shape(self._stored_name[name])
-
-    def read(self, name: str) -> Tensor:
-        return self._stored.read(self._stored_name[name])
-
-    def packed(self, name: str) -> PackedWeight | None:
-        return self._stored.packed(self._stored_name[name])
-
-    def check_part(self, name: str, part: Part) -> None:
-        self._stored.check_part(self._stored_name[name], part)
-
-    def read_part(self, name: str, part: Part) -> Tensor:
-        return self._stored.read_part(self._stored_name[name], part)
-
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
-        return self._stored.packed_part(self._stored_name[name], part)
-
-    def fingerprint(self) -> bytes:
-        """Returns another digest for each rank and number of ranks."""
-        return hashlib.blake2b(self._stored.fingerprint() + repr(self._own).encode(), digest_size=32).digest()
+def of_experts(stored: FileCheckpoint, count: int, own: range) -> FileCheckpoint:
+    """Returns a checkpoint with some of `count` experts, numbered from 0; another digest for each rank and number of ranks."""
+    found: dict[str, str] = {}
+    for name in stored.names():
+        expert = Rules.expert(name)
+        if expert is None or expert >= count:  # the loader refuses an expert that the model does not have
+            found[name] = name
+        elif expert in own:
+            found[Rules.with_expert(name, expert - own.start)] = name
+    return RenamedCheckpoint(stored, found, mark=repr(own).encode())
 
 
 class StagedCheckpoint:

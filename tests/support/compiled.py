@@ -28,13 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
-from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
-from octavo.kernels.triton.fp8 import fp8_linear
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
@@ -48,7 +46,6 @@ from octavo.kernels.triton.step.copy_blocks import copy_blocks
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
 from octavo.kernels.triton.step.write_kv import write_kv
-from octavo.kernels.triton.target import capability
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -160,13 +157,6 @@ def compile_packed(rows: int, group: int = 128, size: int = SIZE) -> None:
     packed_linear(torch.empty(rows, size, **BF16), zero_codes(1024, size, 4, group, "cpu"))
 
 
-def compile_fp8() -> None:
-    values = torch.empty(1024, SIZE, dtype=torch.float8_e4m3fn)
-    for rows in (1, 16, 256):
-        fp8_linear(torch.empty(rows, SIZE, **BF16), Fp8Matrix(values, torch.empty(1024, 1), (1, SIZE)))
-        fp8_linear(torch.empty(rows, SIZE, **BF16), Fp8Matrix(values, torch.empty(8, SIZE // 128), (128, 128)))
-
-
 def compile_sampling() -> None:
     index = torch.zeros(4, dtype=torch.int64)
     logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
@@ -186,8 +176,6 @@ def compile_every() -> None:
     silu_and_mul(x), add_rms_norm(x, x, torch.empty(SIZE, **BF16), 1e-6)
     gate_and_mul(x, "geglu"), norm_add_norm(x, x, torch.empty(SIZE), torch.empty(SIZE), 1e-6), scale_logits(x, 0.5, 30.0)
     compile_mixtures()
-    if capability() >= 89:
-        compile_fp8()
     compile_sampling()
     for rows in (1, 4, 16, 64, 256):
         compile_packed(rows)
