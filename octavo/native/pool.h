@@ -26,11 +26,12 @@ private:
     void work(int thread, uint32_t seen);
 
     std::vector<std::thread> workers_;
-    std::atomic<uint32_t> round_{0};     // one more for each run: what workers wait for
-    std::atomic<uint32_t> phase_{0};     // one more for each barrier passed
-    std::atomic<int> arrived_{0};
-    std::atomic<bool> stopping_{false};
     const std::function<void(int)> *body_ = nullptr;
+    std::atomic<uint32_t> round_{0};  // one more for each run: what workers wait for
+    std::atomic<bool> stopping_{false};
+    // Each on a cache line of its own: who arrives takes nothing away from those that watch the phase, or read what is above.
+    alignas(64) std::atomic<uint32_t> phase_{0};  // one more for each barrier passed
+    alignas(64) std::atomic<int> arrived_{0};
 };
 
 Pool &pool();

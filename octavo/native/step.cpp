@@ -23,6 +23,13 @@ static RowBuffer normed_, made_;  // what norms give; what attention and gates g
 static Buffer stream_, qkv_, attended_, gated_, added_;
 static std::vector<Buffer> scratch_;
 
+// What a thread has for itself in a step of few tokens: the stream, a row of what is added to it, and rows made ready.
+struct Own {
+    Buffer stream, row;
+    RowBuffer normed, made;
+};
+static std::vector<Own> own_;
+
 void work(const std::function<void(Worker &)> &body) {
     Worker::start();
     together([&](int thread) {
@@ -32,7 +39,7 @@ void work(const std::function<void(Worker &)> &body) {
 }
 
 void *scratch(int thread) { return scratch_[thread].get<char>(SCRATCH_BYTES); }
-void make_scratch(int threads) { scratch_.resize(threads); }
+void make_scratch(int threads) { scratch_.resize(threads), own_.resize(threads); }
 
 void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t count, int64_t tokens) {
     if (!count) return;
@@ -128,26 +135,30 @@ struct Stream {
     bool news = false;              // whether there is something to add
     const float *weight = nullptr;  // of the norm of what is added, or null
     float scale = 1;                // of it
+    float *copy = nullptr;          // memory for a row of what is added, where other threads read it as well
 
     // What a sub-layer gave: from now on it is to be added.
     void give(const float *after_norm, float residual_scale) { news = true, weight = after_norm, scale = residual_scale; }
 
     // Adds a token's news. y: the sum, normed; or as it is, where there is no norm
     void norm(int64_t token, const float *norm_weight, float *y) const {
-        float *row = news ? added + token * model.hidden : nullptr;
-        if (row) settle(row);
+        float *row = news ? settled(added + token * model.hidden) : nullptr;
         kernels().add_rms_norm(values + token * model.hidden, row, norm_weight, model.eps, y, model.hidden);
     }
 
 private:
-    void settle(float *row) const {
+    float *settled(float *row) const {
+        if (!weight && scale == 1) return row;
+        if (copy) row = std::copy(row, row + model.hidden, copy) - model.hidden;
         if (weight) kernels().add_rms_norm(row, nullptr, weight, model.eps, row, model.hidden);
         if (scale != 1)
             for (int64_t i = 0; i < model.hidden; i++) row[i] *= scale;
+        return row;
     }
 };
 
-// A thread's way through the layers of a step.
+// A thread's way through the layers of a step. What one thread would do for few tokens while the others wait, each does for itself: norms,
+// and rows that products read. The stream is then each thread's own, and the threads need not meet.
 struct Walk {
     const Model &model;
     const Step &step;
@@ -158,6 +169,8 @@ struct Walk {
     Worker &me;
     Stream stream{model, at.stream, at.added};
     const int64_t tokens = step.num_tokens, size = model.hidden;
+    const bool few = tokens <= TOKENS;
+    Own &own = own_[me.thread];
 
     template <class Run> void each_token(Run run) {
         me.deal(tokens, TOKENS, [&](int64_t token, int64_t end) {
@@ -165,12 +178,23 @@ struct Walk {
         });
     }
 
+    // The same for what every thread needs: of few tokens, each does all.
+    template <class Run> void all_tokens(Run run) {
+        if (!few) return each_token(run);
+        for (int64_t token = 0; token < tokens; token++) run(token);
+    }
+
     bool begin() {
         each_token([&](int64_t token) {
             if (step.received) memcpy(at.stream + token * size, step.received + token * size, size_t(size) * sizeof(float));
             else embed(model, step, at.stream, token);
         });
-        return step.received || vocab_rows(model) == model.vocab || peers.sum(at.stream, tokens * size, me);
+        if (!step.received && vocab_rows(model) < model.vocab && !peers.sum(at.stream, tokens * size, me)) return false;
+        if (few) {
+            stream.values = own.stream.get<float>(tokens * size), stream.copy = own.row.get<float>(size);
+            std::copy(at.stream, at.stream + tokens * size, stream.values);
+        }
+        return true;
     }
 
     // False: ranks did not meet.
@@ -178,11 +202,10 @@ struct Walk {
         const Layer &layer = model.layers[index];
         multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), at.qkv, layer.qkv.n, me);
         each_token([&](int64_t token) { kernels().write(model, layer, step, at.qkv, token); });
-        Rows rows = made_.get(layer.output, tokens, tokens);
+        const Rows rows = made_.get(layer.output, tokens, tokens);
         const Target made = target_of(layer.output, rows, at.attended);
         attend(model, layer, step, tasks.of(index), at.qkv, made, partials, me);
-        prepare(layer.output, made, rows, me);
-        multiply(layer.output, rows, at.added, size, me);
+        multiply(layer.output, ready(layer.output, made, rows), at.added, size, me);
         if (!peers.sum(at.added, tokens * size, me)) return false;
         stream.give(layer.attention_after_norm, layer.residual_scale);
         if (layer.mixture) mix_tokens(layer);
@@ -212,12 +235,23 @@ struct Walk {
 
 private:
     Rows norm_rows(const float *weight, const Matrix &matrix) {
-        Rows rows = normed_.get(matrix, tokens, tokens);
+        const Rows rows = (few ? own.normed : normed_).get(matrix, tokens, tokens);
         float *row = static_cast<float *>(scratch(me.thread));
-        each_token([&](int64_t token) {
+        all_tokens([&](int64_t token) {
             stream.norm(token, weight, row);
             kernels().prepare(matrix, row, rows, token);
         });
+        return rows;
+    }
+
+    // Rows of what was made, as a product reads them. shared: those that it may have been written to
+    Rows ready(const Matrix &matrix, const Target &made, const Rows &shared) {
+        if (!few || made.halves) {
+            prepare(matrix, made, shared, me);
+            return shared;
+        }
+        const Rows rows = own.made.get(matrix, tokens, tokens);
+        all_tokens([&](int64_t token) { kernels().prepare(matrix, made.values + token * matrix.k, rows, token); });
         return rows;
     }
 
@@ -225,16 +259,16 @@ private:
         const Rows normed = norm_rows(layer.mlp_norm, layer.gate_up), rows = made_.get(layer.down, tokens, tokens);
         const Target made = target_of(layer.down, rows, at.gated);
         gate_up(layer.gate_up, layer.activation, normed, made, me);
-        prepare(layer.down, made, rows, me);
-        multiply(layer.down, rows, at.added, size, me);
+        multiply(layer.down, ready(layer.down, made, rows), at.added, size, me);
     }
 
     void mix_tokens(const Layer &layer) {
         float *row = static_cast<float *>(scratch(me.thread));
-        each_token([&](int64_t token) {
+        all_tokens([&](int64_t token) {
             stream.norm(token, layer.mlp_norm, row);
-            take_token(*layer.mixture, tokens, token, row);
+            if (!few || me.thread == 0) take_token(*layer.mixture, tokens, token, row);
         });
+        if (few) pool().barrier();
         mix(*layer.mixture, layer.activation, tokens, at.added, me);
     }
 };

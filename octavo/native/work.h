@@ -76,7 +76,7 @@ struct Worker {
     }
 
 private:
-    static inline std::atomic<int64_t> next_[3];
+    alignas(64) static inline std::atomic<int64_t> next_[3];
 };
 
 void work(const std::function<void(Worker &)> &body);  // on every thread

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
+from octavo.kernels.cpu.huge_pages import lines
 from octavo.kernels.cpu.library import BF16, F16, F32, K_PAD, PANEL, Q4, Q8, Matrix, NativeLibrary, address
 
 Floats = NDArray[np.float32]
 MOST_HALF = 1024  # no weight of kind F16 is larger, before the factor of its matrix
-_LINE = 64  # bytes of a cache line, and of a register: no load should touch two
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def pack_float(
     library: NativeLibrary, weights: Floats, kind: int = F32, bias: Floats | None = None, order: NDArray[np.int32] | None = None
 ) -> PackedMatrix:
     n, k = weights.shape
-    data = _lines(_up(n, PANEL) * _up(k, K_PAD) * (4 if kind == F32 else 2))
+    data = lines(_up(n, PANEL) * _up(k, K_PAD) * (4 if kind == F32 else 2))
     factor = _half_factor(weights) if kind == F16 else 1.0
     matrix = Matrix(kind=kind, n=n, k=k, data=address(data), factor=factor, bias=address(bias), order=address(order))
     library.call.octavo_pack_float(ctypes.byref(matrix), address(weights))
@@ -64,8 +64,8 @@ def pack_codes(
 def _empty_codes(n: int, k: int, group: int, kind: int, factor: float) -> tuple[Matrix, tuple[NDArray[np.uint8], ...]]:
     """Returns a matrix of codes, not filled yet, with the memory of its codes, scales and offsets."""
     lanes, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
-    data = _lines(lanes * columns // (2 if kind == Q4 else 1))
-    scales, offsets = _lines(lanes * columns // group * 2), _lines(lanes * columns // group * 2)
+    data = lines(lanes * columns // (2 if kind == Q4 else 1))
+    scales, offsets = lines(lanes * columns // group * 2), lines(lanes * columns // group * 2)
     matrix = Matrix(kind=kind, group=group, n=n, k=k, data=address(data), scale=address(scales), offset=address(offsets), factor=factor)
     return matrix, (data, scales, offsets)
 
@@ -159,10 +159,3 @@ def _table_of(packed: PackedMatrix) -> NDArray[np.uint8]:
 
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def _lines(size: int) -> NDArray[np.uint8]:
-    """Memory from the beginning of a line on; what is cut off to get there lies before it, so that reading past its end shows."""
-    raw = np.empty(size + _LINE, np.uint8)
-    start = _LINE - raw.ctypes.data % _LINE
-    return raw[start : start + size]
