@@ -33,6 +33,7 @@ def converted(folder: Path, case: Case) -> Path:
     return convert(folder, folder.with_suffix(".gguf"))
 
 
+# promise: gguf-of-the-converter
 @pytest.mark.parametrize("name", CASES)
 def test_a_converted_file_gives_the_tokens_llama_cpp_gives(name: str, tmp_path: Path) -> None:
     case = CASES[name]

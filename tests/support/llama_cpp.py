@@ -46,10 +46,10 @@ def add_tokenizer(folder: Path, vocab_size: int, text: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}))
 
 
-def convert(folder: Path, path: Path, kind: str = "f32", *options: str) -> Path:
-    """Runs the converter over a folder. It prints what it does; an error has its last lines."""
-    command = [sys.executable, str(SCRIPTS / "run_converter.py"), converter_source(), str(folder), "--outfile", str(path), "--outtype", kind]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
+def convert(folder: Path, path: Path) -> Path:
+    """Writes the GGUF file of a folder, in float32 but for what is packed already. An error has the converter's last lines."""
+    command = [sys.executable, str(SCRIPTS / "run_converter.py"), converter_source(), str(folder)]
+    done = subprocess.run([*command, "--outfile", str(path), "--outtype", "f32"], capture_output=True, text=True)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-12:])
     return path
 
