@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import mixtures
-from tests.support.families import _LONGROPE, FAMILIES, Tiny, family_model, sizes
+from tests.support.families import FAMILIES, LONGROPE, Tiny, family_model, sizes
 
 TEXT = resources.files("octavo.bench").joinpath("sonnets.txt").read_text(encoding="utf-8")  # of which the tokenizer is made
 PROMPTS = [TEXT[:1], TEXT[100:130], TEXT[1000:1140], TEXT[2000:2300]]
@@ -59,7 +59,7 @@ def _with(name: str, **options: Any) -> Tiny:
 
 _PHI_LONG = _with(
     "phi3, long factors", max_position_embeddings=LONG, original_max_position_embeddings=SHORT,
-    rope_parameters=_LONGROPE | {"original_max_position_embeddings": SHORT},
+    rope_parameters=LONGROPE | {"original_max_position_embeddings": SHORT},
 )  # fmt: skip
 _NO_YARN = {"rope_type": "default", "rope_theta": 10000.0}  # whose ramp llama.cpp rounds, and gpt-oss does not
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")

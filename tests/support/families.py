@@ -45,12 +45,12 @@ _ROTATIONS = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0}, SLIDING: {"rope_type": "default", "rope_theta": 300.0},
 }  # fmt: skip
 _GEMMA3 = {"sliding_window": 9, "final_logit_softcapping": 4.0, "rope_parameters": _ROTATIONS}
-_LONGROPE = {
+LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1, 1.3],
     "long_factor": [1.2, 2.5, 7.0], "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
 _PHI = sizes(2, 48, 4, 2)  # heads of 12, of which 6 numbers are rotated
-_PHI_LONG = dict(_PHI, rope_parameters=_LONGROPE, original_max_position_embeddings=ORIGINAL)
+_PHI_LONG = dict(_PHI, rope_parameters=LONGROPE, original_max_position_embeddings=ORIGINAL)
 
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -68,7 +68,7 @@ FAMILIES = {
     "phi3, short factors": Tiny("Phi3ForCausalLM", _PHI_LONG, "phi3", engine={"max_model_len": ORIGINAL}),
     "phi3, long factors": Tiny(
         "Phi3ForCausalLM", _PHI_LONG, "phi3",
-        reference={"rope_parameters": dict(_LONGROPE, short_factor=_LONGROPE["long_factor"])},
+        reference={"rope_parameters": dict(LONGROPE, short_factor=LONGROPE["long_factor"])},
     ),
     "phi3, window": Tiny("Phi3ForCausalLM", dict(_PHI, sliding_window=12), "phi3"),
     "phi3, whole heads": Tiny("Phi3ForCausalLM", sizes(2, 128, 4, 2), "phi3"),  # of 32 numbers
