@@ -2,8 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +16,8 @@ REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 _KEEP_STORES = "-fno-tree-dse -fno-dse"
 # PyPI's are built for torch with CUDA, do not load beside ours, and take transformers down with them; no load here has pictures or sound.
 _MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
+
+_CONVERTER = re.compile(r"[^/]+/vendor/llama\.cpp/(LICENSE|convert_hf_to_gguf\.py|conversion/|gguf-py/gguf/)")
 
 
 class NotInstalled(Exception):
@@ -60,6 +65,21 @@ def environment(name: str, root: Path) -> Path:
         _run(name, [*pip, "uninstall", "-y", *_MISMATCHED])
         ready.write_text("\n".join(wanted.packages))
     return python
+
+
+def llama_source(root: Path) -> Path:
+    """The folder of llama.cpp's source that the environment `llama` is built from; only what its converter needs. Fetched on first use."""
+    package, folder = ENVIRONMENTS["llama"].packages[0], root / "llama_source"
+    ready = folder / "ready"
+    if not ready.exists() or ready.read_text() != package:
+        shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as fetched:
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--no-binary", ":all:"]
+            _run("the source of llama.cpp", [*pip, "-d", fetched, package])
+            with tarfile.open(next(Path(fetched).glob("*.tar.gz"))) as archive:
+                archive.extractall(folder, [one for one in archive if _CONVERTER.match(one.name)], filter="data")
+        ready.write_text(package)
+    return next(folder.glob("*/vendor/llama.cpp"))
 
 
 def _run(name: str, command: list[str], variables: dict[str, str] | None = None) -> None:

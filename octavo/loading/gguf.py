@@ -283,7 +283,9 @@ class GGUFModel(NamedTuple):
 
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
     """Returns the family that knows the file's architecture, its form, and the architecture."""
-    name = metadata.get("general.architecture")
+    parts, name = metadata.get("split.count", 1), metadata.get("general.architecture")
+    if parts != 1:
+        raise LoadError(f"{source}: is one of {reprlib.repr(parts)} parts of a split file; join them with llama-gguf-split --merge")
     forms = [(family, form) for family in families() if (form := family.gguf) is not None]
     known = dict.fromkeys(word for _, form in forms for word in form.architectures)
     if not isinstance(name, str) or name not in known:

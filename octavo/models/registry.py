@@ -43,6 +43,9 @@ register(mixture_family.MIXTRAL_FAMILY)
 register(mixture_family.QWEN_FAMILY)
 register(gpt_oss_family.FAMILY)
 
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = 80  # every architecture of transformers has a shorter name
+
 
 def families() -> list[Family]:
     return list({family.name: family for family in FAMILIES.values()}.values())
@@ -59,7 +62,7 @@ def read_config(raw: dict[str, Any], source: str) -> ModelConfig:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in FAMILIES:
-        raise LoadError(f"{source}: architectures is {reprlib.repr(names)}; supported: {', '.join(FAMILIES)}")
+        raise LoadError(f"{source}: architectures is {_SHOWN.repr(names)}; supported: {', '.join(FAMILIES)}")
     config: ModelConfig = FAMILIES[name].read(ConfigReader(raw, source), name)
     return config
 

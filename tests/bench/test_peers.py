@@ -13,8 +13,10 @@ from bench import roofline
 from bench.cpu_peers import shares, work
 from bench.cpu_scaling import median_point, point
 from bench.peers import report
+from bench.peers.dummy_gguf import BLOCKS, Shape, write
 from bench.peers.lines import Curve, Plot, draw
 from bench.peers.process import EngineFailed, EngineProcess, Reply
+from octavo import LLM, SamplingParams
 from octavo.bench.figures import Figure
 from octavo.loading.resolve import resolve_model
 
@@ -139,3 +141,18 @@ def test_scales_of_curves_are_round_and_just_above_the_most() -> None:
     root = ET.fromstring(draw("", [plots], ""))
     labels = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text") if text.get("text-anchor") == "end"]
     assert labels[:5] == ["0", "200", "400", "600", "800"] and labels[9::5] == ["400", "160", "40", "1"]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_dummy_models_read_as_many_bytes_of_matrices_a_token_and_stay_finite(kind: str, tmp_path: Path) -> None:
+    shape = Shape(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=512, experts=8, chosen=2, inner=256)
+    read = {}
+    for word in ("mixture", "dense"):
+        path = write(tmp_path / f"{word}.gguf", shape, kind, word == "mixture")
+        tensors = resolve_model(str(path)).gguf.tensors.values()
+        matrices = [tensor for tensor in tensors if tensor.kind == kind and not tensor.name.startswith("token_embd")]
+        read[word] = sum(tensor.num_bytes // (4 if "_exps" in tensor.name else 1) for tensor in matrices)
+        with LLM(str(path), skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:  # a row that is not finite would end in an error
+            (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+    assert read["mixture"] == read["dense"] == shape.active_bytes(kind)

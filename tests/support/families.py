@@ -32,7 +32,7 @@ class Tiny:
         return "Gemma3TextConfig" if self.architecture == "Gemma3ForCausalLM" else self.architecture.replace("ForCausalLM", "Config")
 
 
-def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, inner: int = 52, head_dim: int | None = None) -> dict[str, Any]:
+def sizes(layers: int, hidden: int, heads: int, kv_heads: int, inner: int = 52, head_dim: int | None = None) -> dict[str, Any]:
     width = {} if head_dim is None else {"head_dim": head_dim}
     return dict(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner,
@@ -45,12 +45,12 @@ _ROTATIONS = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0}, SLIDING: {"rope_type": "default", "rope_theta": 300.0},
 }  # fmt: skip
 _GEMMA3 = {"sliding_window": 9, "final_logit_softcapping": 4.0, "rope_parameters": _ROTATIONS}
-_LONGROPE = {
+LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1, 1.3],
     "long_factor": [1.2, 2.5, 7.0], "original_max_position_embeddings": ORIGINAL,
 }  # fmt: skip
-_PHI = _sizes(2, 48, 4, 2)  # heads of 12, of which 6 numbers are rotated
-_PHI_LONG = dict(_PHI, rope_parameters=_LONGROPE, original_max_position_embeddings=ORIGINAL)
+_PHI = sizes(2, 48, 4, 2)  # heads of 12, of which 6 numbers are rotated
+_PHI_LONG = dict(_PHI, rope_parameters=LONGROPE, original_max_position_embeddings=ORIGINAL)
 
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -58,41 +58,41 @@ _LLAMA3 = {
 }  # fmt: skip
 
 FAMILIES = {
-    "llama 3.1": Tiny("LlamaForCausalLM", dict(_sizes(2, 48, 3, 1, head_dim=20), rope_parameters=_LLAMA3), "llama"),
-    "mistral, window in a block": Tiny("MistralForCausalLM", dict(_sizes(2, 56, 3, 1, head_dim=20), sliding_window=5)),
-    "mistral, window over chunks": Tiny("MistralForCausalLM", dict(_sizes(2, 56, 3, 1, head_dim=20), sliding_window=45)),
-    "mistral, no window": Tiny("MistralForCausalLM", dict(_sizes(2, 56, 3, 1, head_dim=20), sliding_window=None), "llama"),
+    "llama 3.1": Tiny("LlamaForCausalLM", dict(sizes(2, 48, 3, 1, head_dim=20), rope_parameters=_LLAMA3), "llama"),
+    "mistral, window in a block": Tiny("MistralForCausalLM", dict(sizes(2, 56, 3, 1, head_dim=20), sliding_window=5)),
+    "mistral, window over chunks": Tiny("MistralForCausalLM", dict(sizes(2, 56, 3, 1, head_dim=20), sliding_window=45)),
+    "mistral, no window": Tiny("MistralForCausalLM", dict(sizes(2, 56, 3, 1, head_dim=20), sliding_window=None), "llama"),
     "ministral": Tiny(
-        "MinistralForCausalLM", dict(_sizes(3, 56, 3, 3, head_dim=20), sliding_window=23, layer_types=[SLIDING, FULL, SLIDING])
+        "MinistralForCausalLM", dict(sizes(3, 56, 3, 3, head_dim=20), sliding_window=23, layer_types=[SLIDING, FULL, SLIDING])
     ),
     "phi3, short factors": Tiny("Phi3ForCausalLM", _PHI_LONG, "phi3", engine={"max_model_len": ORIGINAL}),
     "phi3, long factors": Tiny(
         "Phi3ForCausalLM", _PHI_LONG, "phi3",
-        reference={"rope_parameters": dict(_LONGROPE, short_factor=_LONGROPE["long_factor"])},
+        reference={"rope_parameters": dict(LONGROPE, short_factor=LONGROPE["long_factor"])},
     ),
     "phi3, window": Tiny("Phi3ForCausalLM", dict(_PHI, sliding_window=12), "phi3"),
-    "phi3, whole heads": Tiny("Phi3ForCausalLM", _sizes(2, 128, 4, 2), "phi3"),  # of 32 numbers
-    "gemma2": Tiny("Gemma2ForCausalLM", dict(_sizes(3, 40, 4, 2, head_dim=16), **_GEMMA2, query_pre_attn_scalar=24), less=1.0),
+    "phi3, whole heads": Tiny("Phi3ForCausalLM", sizes(2, 128, 4, 2), "phi3"),  # of 32 numbers
+    "gemma2": Tiny("Gemma2ForCausalLM", dict(sizes(3, 40, 4, 2, head_dim=16), **_GEMMA2, query_pre_attn_scalar=24), less=1.0),
     "gemma2, as in files": Tiny(  # which know neither another scale of scores, nor another order of layers
-        "Gemma2ForCausalLM", dict(_sizes(3, 40, 4, 2, head_dim=16), **_GEMMA2, query_pre_attn_scalar=16), "gemma2", less=1.0,
+        "Gemma2ForCausalLM", dict(sizes(3, 40, 4, 2, head_dim=16), **_GEMMA2, query_pre_attn_scalar=16), "gemma2", less=1.0,
     ),
     "gemma3": Tiny(
         "Gemma3ForCausalLM",
-        dict(_sizes(4, 40, 4, 2, head_dim=16), **_GEMMA3, query_pre_attn_scalar=24, layer_types=[SLIDING, SLIDING, FULL, SLIDING]),
+        dict(sizes(4, 40, 4, 2, head_dim=16), **_GEMMA3, query_pre_attn_scalar=24, layer_types=[SLIDING, SLIDING, FULL, SLIDING]),
         less=1.0,
     ),
     "gemma3, as in files": Tiny(
-        "Gemma3ForCausalLM", dict(_sizes(7, 40, 4, 2, head_dim=16), **_GEMMA3, query_pre_attn_scalar=16), "gemma3", less=1.0,
+        "Gemma3ForCausalLM", dict(sizes(7, 40, 4, 2, head_dim=16), **_GEMMA3, query_pre_attn_scalar=16), "gemma3", less=1.0,
     ),
-    "olmo2": Tiny("Olmo2ForCausalLM", _sizes(2, 48, 4, 2), "olmo2"),
+    "olmo2": Tiny("Olmo2ForCausalLM", sizes(2, 48, 4, 2), "olmo2"),
     "granite": Tiny(
         "GraniteForCausalLM",
-        dict(_sizes(2, 48, 4, 2), embedding_multiplier=6.0, residual_multiplier=0.22, attention_multiplier=0.7, logits_scaling=8.0),
+        dict(sizes(2, 48, 4, 2), embedding_multiplier=6.0, residual_multiplier=0.22, attention_multiplier=0.7, logits_scaling=8.0),
         "granite", spread=16.0,
     ),
-    "smollm3": Tiny("SmolLM3ForCausalLM", dict(_sizes(4, 48, 4, 2), tie_word_embeddings=True), "smollm3"),
+    "smollm3": Tiny("SmolLM3ForCausalLM", dict(sizes(4, 48, 4, 2), tie_word_embeddings=True), "smollm3"),
     "smollm3, windows": Tiny(
-        "SmolLM3ForCausalLM", dict(_sizes(3, 48, 4, 2), no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6)
+        "SmolLM3ForCausalLM", dict(sizes(3, 48, 4, 2), no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6)
     ),
 }  # fmt: skip
 

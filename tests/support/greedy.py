@@ -27,10 +27,10 @@ class Comparison:
     largest_gap: float = 0.0  # of a token to the reference's best, where they differ
     largest_difference: float = 0.0  # of logprobs
 
-    def accept(self) -> None:
+    def accept(self, tolerance: float = LOGIT_TOLERANCE) -> None:
         print(f"{self.tokens} tokens, {self.ties} ties within {self.largest_gap:.1e}, logprobs within {self.largest_difference:.1e}")
         assert self.ties <= -(-self.tokens // (ROUGH_TIES_ALLOWED if self.rough else TIES_ALLOWED))
-        assert self.largest_difference <= (ROUGH_TOLERANCE if self.rough else LOGIT_TOLERANCE)
+        assert self.largest_difference <= (ROUGH_TOLERANCE if self.rough else tolerance)
 
 
 @torch.inference_mode()
