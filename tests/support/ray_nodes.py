@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 TOKEN = secrets.token_hex(32)  # Ray keeps the first that a process has seen, so all clusters have the same
+# A node would start a Python process for each of its CPUs whenever a driver comes. Actors have processes of their own: nobody uses those.
+NO_SPARE_PROCESSES = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
 
 
 def node(cpus: int) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def node(cpus: int) -> dict[str, Any]:
 
 @contextmanager
 def three_nodes(cpus: int) -> Iterator[Any]:
-    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}):
+    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} | NO_SPARE_PROCESSES):
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args=node(cpus))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.reference.layer import norm_heads, rotate
+from octavo.kernels.reference.products import slow_here
 from octavo.kernels.share_words import IN_ALL, LINE, most_shares
 
 SCORES = 1 << 20  # made at once, where they are made one by one
@@ -67,6 +68,9 @@ def attend(
     if soft_cap is not None or sinks is not None:
         assert not causal, "scores that are made one by one need a mask"
         return _attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
+    if slow_here(q):
+        wide = (one if one is None else one.float() for one in (q, k.transpose(1, 2), v.transpose(1, 2), mask))
+        return attend(*wide, causal, scale).to(q.dtype)
     if num_query == 1:
         # Heads that share a kv head become its queries: each key is then read once, not once a head.
         grouped = q.view(rows, k.shape[1], -1, head_dim)
