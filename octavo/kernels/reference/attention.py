@@ -63,14 +63,14 @@ def attend(
 
     `sinks` [heads]: a score for each head that takes part in the softmax and has no value
     """
+    if slow_here(q):
+        mask = None if mask is None else mask.float()
+        return attend(q.float(), k.float(), v.float(), mask, causal, scale, soft_cap, sinks).to(q.dtype)
     rows, num_query, heads, head_dim = q.shape
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if soft_cap is not None or sinks is not None:
         assert not causal, "scores that are made one by one need a mask"
         return _attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
-    if slow_here(q):
-        wide = (one if one is None else one.float() for one in (q, k.transpose(1, 2), v.transpose(1, 2), mask))
-        return attend(*wide, causal, scale).to(q.dtype)
     if num_query == 1:
         # Heads that share a kv head become its queries: each key is then read once, not once a head.
         grouped = q.view(rows, k.shape[1], -1, head_dim)
