@@ -15,8 +15,6 @@ import pytest
 HAS_WHEEL = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
 NEEDS_RAY = pytest.mark.skipif(not HAS_WHEEL, reason="Ray has no wheel for this platform")
 TOKEN = secrets.token_hex(32)  # Ray keeps the first that a process has seen, so all clusters have the same
-# A node would start a Python process for each of its CPUs whenever a driver comes. Actors have processes of their own: nobody uses those.
-NO_SPARE_PROCESSES = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
 
 
 def node(cpus: int) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def node(cpus: int) -> dict[str, Any]:
 
 @contextmanager
 def three_nodes(cpus: int) -> Iterator[Any]:
-    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} | NO_SPARE_PROCESSES):
+    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}):
         from ray.cluster_utils import Cluster
 
         made = Cluster(initialize_head=True, head_node_args=node(cpus))
