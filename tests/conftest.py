@@ -25,10 +25,10 @@ for setting in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     os.environ.pop(setting, None)
 
 LONGEST = (
-    *("tests/web/test_chat_page.py", "tests/kernels/", "tests/server/test_bad_inputs.py", "tests/engine/test_memory.py"),
-    *("tests/worker/test_ranks.py", "tests/faults/", "tests/ray/", "tests/engine/test_native.py", "tests/loading/test_hostile.py"),
-    *("tests/equivalence/test_verify.py", "tests/docs/test_documents.py", "tests/native/test_attention.py", "tests/web/"),
-    *("tests/bench/test_commands.py", "tests/house/test_house.py", "tests/cli/test_commands.py", "tests/server/"),
+    *("tests/kernels/test_triton.py", "tests/web/test_chat_page.py", "tests/server/test_bad_inputs.py", "tests/ray/"),
+    *("tests/engine/test_memory.py", "tests/worker/test_ranks.py", "tests/faults/", "tests/equivalence/", "tests/engine/test_native.py"),
+    *("tests/loading/test_hostile.py", "tests/docs/test_documents.py", "tests/native/test_attention.py", "tests/web/", "tests/gpu/"),
+    *("tests/bench/", "tests/house/test_house.py", "tests/cli/test_commands.py", "tests/server/", "tests/worker/", "tests/policy/"),
 )
 TIMED = (
     *("tests/server/", "tests/web/", "tests/cli/", "tests/bench/", "tests/docs/", "tests/text/", "tests/loading/"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.ops import packed_gate_up, packed_linear, silu_and_mul, unpack
 from octavo.kernels.reference.layer import pack_words
+from octavo.kernels.reference.products import multiply
 from octavo.quant.packed import PackedWeight
 
 
@@ -42,10 +43,7 @@ class Unquantized:
         pass
 
     def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        weight, bias = cast(Tensor, layer.weight), cast(Tensor | None, layer.bias)
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return multiply(x, cast(Tensor, layer.weight), cast(Tensor | None, layer.bias), out)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
         return silu_and_mul(self.apply(layer, x))

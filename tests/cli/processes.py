@@ -112,6 +112,7 @@ class Typist:
 
     def interrupt(self) -> str:
         """Ctrl-C until the prompt is back: one that comes just before the terminal is read stays unseen until the next key."""
+        time.sleep(0.2)  # nobody's fingers are quicker, and the terminal is read again after the last key
         for _ in range(SECONDS // 10):
             self.type("\x03")
             with contextlib.suppress(TimedOut):

@@ -15,6 +15,7 @@ from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import TritonBackend, TritonRegions
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kernels.reference import products
 from octavo.model_config import RopeConfig
 from octavo.policy.auto import resolved
 from tests.support.batches import Pool
@@ -126,7 +127,10 @@ def test_heads_are_normalised_before_they_are_rotated() -> None:
         torch.testing.assert_close(ours.double(), exact, atol=3e-6, rtol=1e-5)
 
 
-def test_bfloat16_stays_near_the_exact_result() -> None:
+@pytest.mark.parametrize("slow", [False, True], ids=["torch", "float32"])
+def test_bfloat16_stays_near_the_exact_result(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is computed in float32, because the CPU cannot multiply bfloat16."""
+    monkeypatch.setattr(products, "_cpu_multiplies_bfloat16", lambda: not slow)
     steps = lengths_around_a_block(16)
     got = run(CpuBackend, new_pool(16, torch.bfloat16), steps, SPEC)
     for ours, exact in zip(got, naive(steps, torch.bfloat16, None), strict=True):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from octavo.kernels.reference import products
 from octavo.kernels.reference.attention import store
 from octavo.kernels.reference.layer import add_rms_norm, rms_norm, rotate, silu_and_mul
 
@@ -61,3 +62,25 @@ def test_store_writes_the_named_slots_and_no_others() -> None:
     store(buffer, values, slots)
     assert torch.equal(buffer[3, 1], values[0]) and torch.equal(buffer[0, 0], values[1]) and torch.equal(buffer[1, 1], values[2])
     assert buffer.count_nonzero() == values.count_nonzero()
+
+
+@pytest.mark.parametrize("bias", [None, random(50, dtype=torch.bfloat16)], ids=["", "bias"])
+@pytest.mark.parametrize("slow", [False, True], ids=["torch", "float32"])
+def test_a_product_of_bfloat16_is_rounded_once_on_every_cpu(slow: bool, bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch would be slow, it multiplies float32, a few rows of the weight at a time."""
+    asked, multiply = set(), products.F.linear
+
+    def note(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        asked.add(x.dtype)
+        return multiply(x, *rest)
+
+    monkeypatch.setattr(products.F, "linear", note)
+    monkeypatch.setattr(products, "_cpu_multiplies_bfloat16", lambda: not slow)
+    monkeypatch.setattr(products, "CHUNK", 24 * 7)
+    x, weight = random(5, 24, dtype=torch.bfloat16), random(50, 24, dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    product, given = products.multiply(x, weight, bias), torch.empty(5, 50, dtype=torch.bfloat16)
+    assert products.multiply(x, weight, bias, given) is given
+    for found in (product, given):
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+    assert asked == {torch.float32 if slow else torch.bfloat16}

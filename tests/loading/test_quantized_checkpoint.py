@@ -19,7 +19,7 @@ from octavo.policy.model_size import Codes
 from tests.support.packers import published
 from tests.support.quantized_models import SHAPES, Kind, write_both, write_model
 from tests.support.tiny_files import write_files
-from tests.support.tiny_quantized import ITEM_BYTES, LAYER, MODULES, Shapes, quantized_files, safetensors, shapes
+from tests.support.tiny_quantized import ITEM_BYTES, LAYER, MODULES, Shapes, quantized_files, safetensors, shapes, write_safetensors
 
 KINDS = [Kind(), Kind("gptq", 8, 64, act_order=True, architecture="Qwen2ForCausalLM")]
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -128,7 +128,8 @@ def test_a_spoiled_tensor_is_refused_by_the_name_of_its_module_before_anything_i
 ) -> None:
     method, module, part, tensors = case
     monkeypatch.setattr(SafetensorsCheckpoint, "_stored", lambda *_: pytest.fail("a weight was read"))
-    folder = write_files(tmp_path / "model", quantized_files(method) | {"model.safetensors": safetensors(tensors)})
+    folder = write_files(tmp_path / "model", quantized_files(method))
+    write_safetensors(folder / "model.safetensors", tensors)
     try:
         checkpoint = open_checkpoint(resolve_model(str(folder)))
         model_shape(str(folder))

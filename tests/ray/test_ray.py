@@ -5,12 +5,11 @@ The texts of one process, what is said when something is wrong, and what happens
 
 import asyncio
 import os
-import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,14 @@ from octavo.worker import ray_cluster, ray_ranks
 from octavo.worker.ray_cluster import check_room, connect, ports_line
 from tests.support.engine_process import ask, exists, tokens, until
 from tests.support.models import tiny_model
-from tests.support.ray_nodes import three_nodes
+from tests.support.ray_nodes import NEEDS_RAY
 
-WHEELS = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
-pytestmark = pytest.mark.skipif(not WHEELS, reason="Ray has no wheel for this platform")
+pytestmark = NEEDS_RAY
 
-CPUS = 2  # of a node
+CPUS = 2  # of a node of `cluster`
 AGAIN_SECONDS = 120  # within which an engine that lost a node serves again
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 21]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with three_nodes(CPUS) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

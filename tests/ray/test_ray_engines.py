@@ -5,11 +5,9 @@ Requests go on when a node, an engine or its bridge dies, with the text they wou
 
 import asyncio
 import os
-import platform
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,22 +21,15 @@ from octavo.outputs import TextDelta
 from tests.engine.test_replicas import questions, samples
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, tokens, until
 from tests.support.models import tiny_model
-from tests.support.ray_nodes import engine_actors, engines_on_nodes, node, nodes_of_engines, processes_of, three_nodes
+from tests.support.ray_nodes import NEEDS_RAY, engine_actors, engines_on_nodes, node, nodes_of_engines, processes_of
 from tests.support.story_folder import story_folder
 
-WHEELS = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
-pytestmark = pytest.mark.skipif(not WHEELS, reason="Ray has no wheel for this platform")
+pytestmark = NEEDS_RAY
 
-CPUS = 4  # of a node
+CPUS = 4  # of a node of `cluster`
 AGAIN_SECONDS = 120  # within which an engine that was lost serves again
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=5.0)
 TWO = Serving(engines=2, max_restarts=100, beat_timeout=3.0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    with three_nodes(CPUS) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

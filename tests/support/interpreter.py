@@ -3,7 +3,8 @@
 It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, as it does to 8-bit floats,
 and its dot multiplies the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices
 in a way that numpy no longer allows. And it is slow: whenever a function is called it looks through the whole language for what is
-to be replaced, for each operation it makes a table of all types, and for each value it describes its shape anew.
+to be replaced, for each operation it makes a table of all types, for each value it describes its shape anew, and each number that
+meets a block is copied to the block's shape.
 """
 
 from functools import cache
@@ -53,7 +54,7 @@ def mend() -> None:
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_to_fp = create_fma, create_fp_to_fp
-    interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter._patch_lang_tensor, interpreter._patch_attr = patch_lang_tensor, _patch_attr
     interpreter._patch_lang(mend)  # as in a function that sees all there is of the language, here `tl` and `core`: once is enough
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     numbers, address = cache(interpreter._get_np_dtype), np.dtype(np.uint64)
@@ -62,8 +63,22 @@ def mend() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computed in 64 bits, and looked at by `debug` alone
 
 
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As the interpreter's own, with one call in place of three."""
+    semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return function(*arguments, **options)
+
+    scope.set_attr(obj, name, called)
+
+
 def _describe_shapes_once() -> None:
-    """Values of one shape share what describes it. What is of the wanted shape and type is left as it is."""
+    """Values of one shape share what describes it, and a number is spread over a shape without a copy.
+
+    What is of the wanted shape and type is left as it is.
+    """
     broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
 
     @cache
@@ -78,24 +93,31 @@ def _describe_shapes_once() -> None:
         sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
         if not sizes:
             raise TypeError("0d block_type is forbidden")
-        self.element_ty, self.sizes, self.name = element_ty, sizes, f"<{sizes}, {element_ty}>"
+        self.element_ty, self.sizes = element_ty, sizes
         self.shape, self.numel = described(sizes)
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = wrapped(type.sizes if type.is_block() else ())
 
+    def spread(value: Any, sizes: tuple[int, ...]) -> Any:
+        handle = TensorHandle(np.broadcast_to(value.handle.data, sizes), value.handle.dtype)
+        return core.tensor(handle, core.block_type(value.dtype, sizes))
+
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() == rhs.type.is_block() and (not lhs.type.is_block() or lhs.type.sizes == rhs.type.sizes):
+        left, right = (side.type.sizes if side.type.is_block() else None for side in (lhs, rhs))
+        if left == right:
             return lhs, rhs
+        if left is None or right is None:
+            return (spread(lhs, right), rhs) if left is None else (lhs, spread(rhs, left))  # type: ignore[arg-type]
         return broadcast(self, lhs, rhs)
 
     def cast_to(self: Any, value: Any, kind: Any, *rest: Any) -> Any:
         return value if value.dtype is kind.scalar else cast(self, value, kind, *rest)
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    core.block_type.name = property(lambda self: f"<{self.sizes}, {self.element_ty}>")
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_impl_value, cast_to
-
 
 
 def _narrow_to_8(numbers: Any) -> Any:

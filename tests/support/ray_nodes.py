@@ -1,6 +1,7 @@
 """A Ray cluster of three nodes on this host that asks for a token, for tests, and where engines are on it."""
 
 import os
+import platform
 import secrets
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
+HAS_WHEEL = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
+NEEDS_RAY = pytest.mark.skipif(not HAS_WHEEL, reason="Ray has no wheel for this platform")
 TOKEN = secrets.token_hex(32)  # Ray keeps the first that a process has seen, so all clusters have the same
 
 

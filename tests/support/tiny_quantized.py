@@ -1,6 +1,9 @@
 """The smallest quantised models that open, as bytes: AWQ, GPTQ, FP8 and words of 4 bits in groups of 32, all of their weights zero."""
 
 import json
+import os
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_files as tiny
@@ -48,15 +51,26 @@ def shapes(method: str) -> Shapes:
 
 
 def safetensors(described: Shapes) -> bytes:
+    header, size = layout(described)
+    return tiny.safetensors_bytes(header, bytes(size))
+
+
+def write_safetensors(path: Path, described: Shapes) -> None:
+    """Writes the same with a hole for its zeros: described tensors may have gigabytes."""
+    header, size = layout(described)
+    path.write_bytes(tiny.safetensors_bytes(header, b""))
+    os.truncate(path, path.stat().st_size + size)
+
+
+def layout(described: Shapes) -> tuple[dict[str, Any], int]:
+    """Returns the header of a file, and how many bytes follow it."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in described.items():
-        size = ITEM_BYTES[dtype]
-        for length in shape:
-            size *= length
+        size = ITEM_BYTES[dtype] * prod(shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
-    return tiny.safetensors_bytes(header, bytes(end))
+    return header, end
 
 
 def quantized_files(method: str = "awq") -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
 from octavo.kernels.gates import ALPHA, CLAMP, Gate
+from octavo.kernels.reference.products import multiply
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -99,7 +100,7 @@ def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x W^T [rows, out]. x: [rows, in]; weight: [out, in]"""
-    return F.linear(x, weight, bias)
+    return multiply(x, weight, bias)
 
 
 def norm_linear(
@@ -115,7 +116,7 @@ def norm_linear(
     """Returns (rms_norm(x + residual) W^T, the new residual)."""
     x = x if after is None else rms_norm(x, after, eps)
     stream = residual + (x if scale == 1.0 else x * scale)
-    return F.linear(stream if norm_weight is None else rms_norm(stream, norm_weight, eps), weight, bias), stream
+    return multiply(stream if norm_weight is None else rms_norm(stream, norm_weight, eps), weight, bias), stream
 
 
 def norm_router(
@@ -136,7 +137,7 @@ def norm_router(
 def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (logits, the normed rows they were made of)."""
     hidden, _ = add_rms_norm(x, residual, norm_weight, eps)
-    return F.linear(hidden, weight), hidden
+    return multiply(hidden, weight), hidden
 
 
 def gate_up(
@@ -161,7 +162,7 @@ def merge_linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Returns the merged parts times W^T, [rows, out]."""
-    return F.linear(merge_parts(parts, parts_lse, weight.dtype), weight, bias)
+    return multiply(merge_parts(parts, parts_lse, weight.dtype), weight, bias)
 
 
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +178,7 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]"""
-    product = F.linear(x, unpack(weight, x.dtype), bias)
+    product = multiply(x, unpack(weight, x.dtype), bias)
     return product if out is None else out.copy_(product)
 
 

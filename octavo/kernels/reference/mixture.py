@@ -12,11 +12,11 @@ An expert adds to a token in the order of the experts' numbers, whatever else is
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.reference.layer import silu_and_mul, unpack
+from octavo.kernels.reference.products import multiply
 
 LIMIT, STEEPNESS = 7.0, 1.702  # of the clamped gate
 
@@ -65,8 +65,8 @@ def _expert(
     biases: tuple[Tensor, Tensor] | None, activation: str,
 ) -> Tensor:  # fmt: skip
     gate_bias, down_bias = (None, None) if biases is None else (bias.chunk(count)[expert] for bias in biases)
-    gated = gate(F.linear(x, _rows(gate_up, expert, count, x), gate_bias), activation)
-    return F.linear(gated, _rows(down, expert, count, x), down_bias)
+    gated = gate(multiply(x, _rows(gate_up, expert, count, x), gate_bias), activation)
+    return multiply(gated, _rows(down, expert, count, x), down_bias)
 
 
 def _rows(stack: Tensor | DeviceCodes, expert: int, count: int, x: Tensor) -> Tensor:
