@@ -295,8 +295,8 @@ def defaults(bench: Bench) -> dict[str, Any]:
     shape, padded = bench.shape, triton.next_power_of_2
     return {
         "qkv": product_tiles(padded(shape.hidden), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, False),
-        "decode": decode_tiles(bench.dtype, bench.rows, bench.width * BLOCK),
-        "merge": merge_tiles(padded(shape.heads * shape.head_dim)),
+        "decode": decode_tiles(bench.dtype, bench.rows, bench.width * BLOCK, shape.head_dim, shape.heads, shape.kv_heads),
+        "merge": merge_tiles(padded(shape.heads * shape.head_dim), bench.rows),
         "gate_up": product_tiles(padded(shape.hidden), shape.intermediate, True),
         "down": product_tiles(padded(shape.intermediate), shape.hidden, False),
         "head": product_tiles(padded(shape.hidden), shape.vocab, False),

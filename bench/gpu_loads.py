@@ -49,12 +49,14 @@ GEMMA_3_4B = {
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
 MODELS = {
-    "0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B, "30B-A3B": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B, "gemma-3-4b": GEMMA_3_4B,
+    "0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B, "30B-A3B": QWEN3_30B_A3B, "gemma-3-4b": GEMMA_3_4B, "gpt-oss-20b-bf16": GPT_OSS_20B,
+    "gpt-oss-20b": dict(GPT_OSS_20B, quantization_config={"quant_method": "mxfp4"}),
 }  # fmt: skip
 AIMS = {
     "0.6B": {"single": 1600, "nano256": 30_000, "many1024": 30_000, "prefill": 450_000, "prefix": 16_000},
     "8B": {"single": 245, "nano256": 10_500, "many1024": 13_400, "prefill": 45_000, "prefix": 9_000},
     "30B-A3B": {"single": 380, "nano256": 5_400, "many1024": 9_500},
+    "gpt-oss-20b": {"single": 500},
     "gemma-3-4b": {"single": 433},  # seven tenths of what reading the weights allows
 }  # rates to reach, where one was set
 

@@ -18,7 +18,7 @@ from octavo.engine.grammar import Grammars
 from octavo.engine.trace import open_trace
 from octavo.errors import LoadError, OctavoError
 from octavo.loading.resolve import ModelSource
-from octavo.loading.shape import ModelShape, shape_of
+from octavo.loading.shape import dummy_shape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.messages import Limits
 from octavo.model_config import ModelConfig
@@ -215,7 +215,7 @@ def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
 
 def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, share: Share) -> Started:
     settled = resolved(debug.overrule(config), "cpu")
-    shape = ModelShape(source.name, model) if config.load_format == "dummy" else shape_of(source, model)
+    shape = (dummy_shape if config.load_format == "dummy" else shape_of)(source, model)
     needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu", None), config.quantization, config.kv_cache_dtype)
     geometry = plan_memory(needs, settled, host_memory().share(share.engines)).accepted()
     runner = FakeRunner(geometry, model.vocab_size, Faults(debug))

@@ -33,6 +33,7 @@ class DeviceCodes:
     factor: float  # a power of two
     order: Tensor | None  # [size]: which input column each column of codes belongs to; None: as they stand
     table: Tensor | None = None  # [16] uint8: what stands for each code of 4 bits, where steps between weights differ
+    floats: bool = False  # the table is that of MXFP4: codes are floats of 4 bits, which kernels may compute without it
 
     def __post_init__(self) -> None:
         assert self.words.is_contiguous() and self.scales.is_contiguous()

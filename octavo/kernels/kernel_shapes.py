@@ -16,6 +16,7 @@ class PackedShape(NamedTuple):
     bias: bool = False
     gated: bool = False  # it is gate over up
     table: bool = False  # of what stands for its codes
+    floats: bool = False  # the table is that of MXFP4
 
 
 class AttentionShape(NamedTuple):
@@ -37,6 +38,7 @@ class ExpertShape:
     bits: int = 0  # of codes; 0: floats
     group: int = 0
     table: bool = False
+    floats: bool = False  # the table is that of MXFP4
 
 
 @dataclass(frozen=True, slots=True)

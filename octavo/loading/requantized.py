@@ -7,16 +7,21 @@
 
 The native program and a GPU keep the codes, and torch gets the numbers that they stand for. A GPU has larger groups. Floats become
 codes on the device that will hold them. Dummy weights are drawn as codes: quantising random numbers gives other random numbers.
+So are those that the model's config says are codes of MXFP4.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from octavo.config import Quantization
+from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.loader import weight_targets
 from octavo.loading.packed_modules import cut
@@ -29,6 +34,7 @@ from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight, quantize
 
 STD = 0.02  # of random weights
+FP4_SCALE = 2.0**-9  # or twice that: the numbers of FP4, which a table has doubled, are 5.9 in the mean
 CPU = torch.device("cpu")
 POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
 
@@ -37,12 +43,13 @@ class DummyCheckpoint:
     """Random weights of a plausible size, for trying out shapes: the same for the same seed, and made when they are read.
 
     There is one for every weight of `model`, which may be on the meta device. Norms become ones.
+    `codes`: the form of those weights that are drawn as codes
     """
 
     source = "dummy weights"
 
-    def __init__(self, model: Decoder, seed: int, device: torch.device = CPU) -> None:
-        self._seed = seed
+    def __init__(self, model: Decoder, seed: int, device: torch.device = CPU, codes: Mapping[str, Codes] = MappingProxyType({})) -> None:
+        self._seed, self._codes = seed, codes
         targets = weight_targets(model)
         self._shapes = {name: tuple(target.values.shape) for name, target in targets.items()}
         self._plus = {name: target.plus for name, target in targets.items()}
@@ -63,6 +70,8 @@ class DummyCheckpoint:
 
     def read(self, name: str) -> Tensor:
         shape = self._shapes[name]
+        if (packed := self.packed(name)) is not None:
+            return packed.dequantize()
         is_norm = len(shape) == 1 and name.endswith(".weight")
         return torch.full(shape, 1 - self._plus[name]) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
 
@@ -73,13 +82,22 @@ class DummyCheckpoint:
         return cut(self.read(name), part)
 
     def packed_part(self, name: str, part: Part) -> PackedWeight | None:
-        return None
+        packed = self.packed(name)
+        if packed is None or (part.columns is not None and (part.columns.start | part.columns.stop) % packed.group):
+            return None
+        groups = None if part.columns is None else range(part.columns.start // packed.group, part.columns.stop // packed.group)
+        scale, offset = (cut(table, Part(part.rows, groups)) for table in (packed.scale, packed.offset))
+        return replace(packed, codes=cut(packed.codes, part), scale=scale, offset=offset)
 
     def draw(self, name: str, codes: Codes) -> PackedWeight:
         """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""
         n, k = self._shapes[name]
         most = 2**codes.bits - 1
         drawn = self._taken(self._bytes, name, n * k).view(n, k) & most
+        if codes.table:
+            scale = FP4_SCALE * (1 + self._taken(self._bytes, name, n * k // codes.group).view(n, -1) % 2)
+            table, offset = FP4_TABLE.to(drawn.device), scale * -FP4_MIDDLE
+            return PackedWeight(codes.bits, codes.group, drawn, scale.half(), offset.half(), 1.0, table=table)
         spread = STD * (12 / ((most + 1) ** 2 - 1)) ** 0.5  # the scale that makes weights as large as the floats are
         scale = spread * (0.5 + self._taken(self._bytes, name, n * k // codes.group).view(n, -1) / 256)
         return PackedWeight(codes.bits, codes.group, drawn, scale.half(), (scale * (-most / 2)).half(), 1.0)
@@ -93,7 +111,7 @@ class DummyCheckpoint:
         return torch.cat(pieces)
 
     def packed(self, name: str) -> PackedWeight | None:
-        return None
+        return self.draw(name, self._codes[name]) if name in self._codes else None
 
     def fingerprint(self) -> bytes:
         return b"dummy%d" % self._seed

@@ -152,12 +152,8 @@ def _packed(source: str, module: str, size: int, columns: int, quantization: Qua
     elif quantization.layout == "fp8":
         group_size = FP8_GROUP
     group = whole_group(f"{source}: {module}.{quantization.codes_part}", group_size, columns)
-    return StoredWeight(f"{module}.weight", quantization.shown, size, Codes(quantization.bits, group, order))
-
-
-def _without_table(codes: Codes | None) -> Codes | None:
-    """Returns the form in which codes with a table are kept: 8 bits, that stand for themselves."""
-    return codes if codes is None or not codes.table else Codes(8, codes.group, codes.order)
+    codes = MXFP4_CODES if quantization.method == "mxfp4" else Codes(quantization.bits, group, order)
+    return StoredWeight(f"{module}.weight", quantization.shown, size, codes)
 
 
 # -- the whole model
@@ -265,8 +261,8 @@ class ModelShape:
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
         """Returns what each weight becomes when it is read, for a CPU or a GPU."""
         if quantization == "auto":
-            scattered, kept = self._scattered(), _without_table if device == "cuda" else lambda codes: codes
-            return {weight.name: None if weight.name in scattered else kept(weight.codes) for weight in self.weights}
+            scattered = self._scattered()
+            return {weight.name: None if weight.name in scattered else weight.codes for weight in self.weights}
         if quantization == "none":
             return {}
         return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}
@@ -317,6 +313,14 @@ def _hub_shape(name: HubName, overrides: dict[str, Any] | None) -> ModelShape:
     quantized = read_quant_config(overridden(headers.config, overrides), headers.source)
     weights = stored_weights(headers.tensors, headers.source, quantized, family_of(config).rules)
     return ModelShape(name.shown, config, headers.weight_bytes, weights)
+
+
+def dummy_shape(source: ModelSource, config: ModelConfig) -> ModelShape:
+    """Returns the shape of random weights: floats, and experts in MXFP4 where the config says so."""
+    quantized = source.quantization
+    if quantized is None or quantized.method != "mxfp4":
+        return ModelShape(source.name, config)
+    return ModelShape(source.name, config, None, of_description(describe(config), str(source.path), quantized))
 
 
 def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:

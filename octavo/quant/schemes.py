@@ -17,6 +17,7 @@ from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.ops import packed_gate_up, packed_linear, silu_and_mul, unpack
 from octavo.kernels.reference.layer import pack_words
 from octavo.kernels.reference.products import multiply
+from octavo.kernels.reference.table_kinds import FP4_TABLE
 from octavo.quant.packed import PackedWeight
 
 
@@ -109,4 +110,5 @@ def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:
     scales = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1])).view(torch.int32).squeeze(-1).contiguous()
     order = None if weight.order is None else weight.order.long().to(device)
     table = None if weight.table is None else weight.table.to(device)
-    return DeviceCodes(weight.bits, weight.group, k, words, scales, weight.factor, order, table)
+    floats = table is not None and torch.equal(table, FP4_TABLE.to(device))
+    return DeviceCodes(weight.bits, weight.group, k, words, scales, weight.factor, order, table, floats)

@@ -25,7 +25,7 @@ from octavo.child import command
 from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, KernelShapes, PackedShape
 from octavo.log import Stopwatch, logger
 from octavo.policy.description import Experts, LayerShape, ModelDescription
-from octavo.policy.model_size import Kept
+from octavo.policy.model_size import Codes, Kept
 
 DRIVER = "driver"  # what Triton itself needs to launch anything
 EXPERTS = "experts_"  # what names of stacks begin with
@@ -52,7 +52,7 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
         return None
     codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
-    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, bool(form.table)) for one, form in codes}
+    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, *_table(form)) for one, form in codes}
     spec = mixers[0]
     return KernelShapes(
         vocab=model.vocab_size,
@@ -91,8 +91,13 @@ def _attention(spec: AttentionSpec) -> AttentionShape:
 def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> ExpertShape:
     form = next((one.codes for one in kept if one.codes and one.matrix.name.startswith(EXPERTS)), None)
     bias = any(matrix.bias for matrix in model.matrices if matrix.name.startswith(EXPERTS))
-    codes = (0, 0, False) if form is None else (form.bits, form.group, bool(form.table))
+    codes = (0, 0) if form is None else (form.bits, form.group, *_table(form))
     return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes)
+
+
+def _table(form: Codes) -> tuple[bool, bool]:
+    """Returns whether there is one, and whether it is that of MXFP4."""
+    return bool(form.table), form.table == "FP4"
 
 
 def variant(function: Any, key: str) -> str:

@@ -16,14 +16,16 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.layers.comm import Comm, NullComm
 from octavo.loading.checkpoint import Checkpoint, FileCheckpoint
 from octavo.loading.loader import StoredParameters, load_packed, load_weights
-from octavo.loading.requantized import as_wanted
+from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
+from octavo.loading.shape import dummy_shape
 from octavo.loading.sharded import of_rank
 from octavo.loading.stacked import unstacked
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, rank_config
-from octavo.quant.schemes import UNQUANTIZED, Packed
+from octavo.policy.split import Part
+from octavo.quant.schemes import UNQUANTIZED, Packed, repack
 from tests.support.batches import Pool, run_steps
 from tests.support.mixtures import MIXTURES, fused, plain_folder, to_mixture_gguf, to_mxfp4
 from tests.support.packers import published
@@ -158,6 +160,30 @@ def test_one_tensor_of_all_experts_is_taken_apart(tmp_path: Path) -> None:
     assert set(stored.names()) == set(weights)
     assert all(torch.equal(stored.read(name), weight) and stored.shape(name) == weight.shape for name, weight in weights.items())
     assert torch.equal(logits(in_floats(config, stored, NullComm())), expected)
+
+
+def test_dummy_experts_are_mxfp4_where_the_config_says_so(tmp_path: Path) -> None:
+    """Random codes of the published form, in whole and in the parts that ranks have; all other weights are floats."""
+    folder = plain_folder(tmp_path, "GptOssForCausalLM")
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    source = resolve_model(str(folder))
+    config = load_model_config(source)
+    forms = {weight.name: weight.codes for weight in dummy_shape(source, config).weights if weight.codes is not None}
+    with torch.device("meta"):
+        model = build_model(config, torch.float32, BACKEND, NullComm(), max_len=1)
+    dummy = DummyCheckpoint(model, seed=3, codes=forms)
+    packed = {name: dummy.packed(name) for name in dummy.names()}
+    assert {name for name, one in packed.items() if one is not None} == {n for n in packed if ".experts." in n and n.endswith(".weight")}
+    name = "model.layers.1.mlp.experts.2.gate_proj.weight"
+    whole = packed[name]
+    assert whole is not None and repack(whole, torch.device("cpu")).floats
+    values = whole.dequantize()
+    assert torch.equal(dummy.read(name), values) and 0.01 < float(values.std()) < 0.04
+    columns = range(values.shape[1] // 2, values.shape[1])
+    part = dummy.packed_part(name, Part(columns=columns))
+    assert part is not None and torch.equal(part.dequantize(), values[:, columns.start :])
+    assert dummy.packed_part(name, Part(columns=range(8, values.shape[1]))) is None  # no whole groups
 
 
 def test_mxfp4_blocks_stay_codes_and_are_what_transformers_reads(tmp_path: Path) -> None:

@@ -125,9 +125,12 @@ def test_tiles_by_rule_agree(device: str) -> None:
 
 
 def test_splits_are_few_until_contexts_are_long() -> None:
-    assert decode_tiles(torch.bfloat16, rows=1, max_context=2048).splits == 8
-    assert decode_tiles(torch.bfloat16, rows=1, max_context=8192).splits == 16
-    assert decode_tiles(torch.bfloat16, rows=1, max_context=131_072).splits == 16  # no more programs than begin at once
+    def splits(max_context: int) -> int:
+        return decode_tiles(torch.bfloat16, 1, max_context, heads=32, kv_heads=8).splits
+
+    assert (splits(1024), splits(2048), splits(8192)) == (4, 8, 16)
+    assert splits(131_072) == 16  # no more programs than begin at once
+    assert decode_tiles(torch.bfloat16, 1, 1024, heads=16, kv_heads=8).splits == 16  # short queries: cheap to merge
     assert decode_tiles(torch.bfloat16, rows=GEMV_ROWS, max_context=2048).splits == 4
 
 

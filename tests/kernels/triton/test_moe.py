@@ -7,6 +7,7 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.gates import Gate
 from octavo.kernels.reference import mixture as plain
+from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.moe import products as moe
 from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.moe.sort import sort_by_expert
@@ -162,6 +163,28 @@ def test_rows_of_codes_longer_than_a_step(device: str) -> None:
     matrices = plain.unpack(down, torch.float32).view(2, 16, size)[ids[0]]
     exact = torch.einsum("chs,cs,c->h", matrices, rows, weights[0])[None]
     assert_near(moe.few_down(rows, choice, down, None, 16), exact)
+
+
+@FEW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_floats_of_four_bits_are_what_their_table_says(dtype: torch.dtype, few: bool, device: str) -> None:
+    """Every code, in rows that end inside of a block, with scales that are far apart; a token chooses an expert that is not there."""
+    hidden, inner = 160, 64
+    gate_up, down = (mxfp4(3 * rows, size, device) for rows, size in ((2 * inner, hidden), (hidden, inner)))
+    x, ids = random(device, dtype, 2, hidden), torch.tensor([[1, 3], [2, 0]], device=device)
+    weights = torch.tensor([[0.25, 2.0], [1.0, 0.5]], device=device)
+    got = moe.mixture(x, ids, weights, gate_up, down, few=few)
+    assert_near(got, plain.mixture(x, ids, weights, gate_up, down))
+
+
+def mxfp4(rows: int, size: int, device: str) -> DeviceCodes:
+    """Of random codes; scales are powers of two."""
+    drawn = codes(rows, size, 4, 32, device)
+    dice = torch.Generator().manual_seed(rows)
+    scale = torch.exp2(torch.randint(-3, 3, drawn.scales.shape, generator=dice).float()).to(device)
+    scale[:, size // 32 :] = 0
+    scales = torch.stack([scale, scale * -FP4_MIDDLE], dim=-1).half().view(torch.int32).squeeze(-1)
+    return replace(drawn, scales=scales, factor=2.0**-5, table=FP4_TABLE.to(device), floats=True)
 
 
 def test_no_tokens_are_no_work(device: str) -> None:

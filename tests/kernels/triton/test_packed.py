@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import layer as plain
+from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.packed import products as packed
 from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
 from octavo.kernels.triton.packed.rules import GEMM_ROWS, Gemm, Gemv, SmallGemm
@@ -133,6 +134,20 @@ def test_codes_that_stand_for_what_a_table_has(dtype: torch.dtype, group: int, r
     table = torch.randint(0, 256, (16,), generator=dice, dtype=torch.uint8).to(device)
     weight = replace(codes(37, 3 * group, 4, group, device), factor=2.0**-12, table=table)
     x, bias = random(rows, 3 * group, dtype, device), random(1, 37, dtype, device)[0]
+    assert_near(packed.packed_linear(x, weight, bias), plain.packed_linear(x, weight, bias), 2.0)
+    assert torch.equal(packed.unpack(weight, dtype), plain.unpack(weight, dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=LONG)], ids=str)
+def test_floats_of_four_bits_are_what_their_table_says(dtype: torch.dtype, rows: int, device: str) -> None:
+    dice = torch.Generator().manual_seed(1)
+    weight = codes(37, 96, 4, 32, device)
+    scale = torch.exp2(torch.randint(-3, 3, weight.scales.shape, generator=dice).float()).to(device)
+    scale[:, 3:] = 0
+    pairs = torch.stack([scale, scale * -FP4_MIDDLE], dim=-1).half().view(torch.int32).squeeze(-1)
+    weight = replace(weight, scales=pairs, table=FP4_TABLE.to(device), floats=True)
+    x, bias = random(rows, 96, dtype, device), random(1, 37, dtype, device)[0]
     assert_near(packed.packed_linear(x, weight, bias), plain.packed_linear(x, weight, bias), 2.0)
     assert torch.equal(packed.unpack(weight, dtype), plain.unpack(weight, dtype))
 

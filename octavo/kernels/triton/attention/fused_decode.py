@@ -209,7 +209,7 @@ def decode_attention_parts(
     rows, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
     _check(qkv, k_cache, v_cache, tables, cos)
     assert positions.is_contiguous() and slots.is_contiguous() and context_len.is_contiguous()
-    chosen = tiles or decode_tiles(qkv.dtype, rows, tables.shape[1] * size, head_dim)
+    chosen = tiles or decode_tiles(qkv.dtype, rows, tables.shape[1] * size, head_dim, heads, kv_heads)
     splits = splits or chosen.splits
     parts = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=qkv.device)
     parts_lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=qkv.device)

@@ -115,7 +115,7 @@ def merge_linear(
     assert rows <= GEMV_ROWS, f"{rows} rows, at most {GEMV_ROWS}"
     assert parts.is_contiguous() and parts_lse.is_contiguous() and weight.is_contiguous() and weight.shape[1] == heads * dim
     heads_tile, dim_tile = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
-    chosen = tiles or merge_tiles(heads_tile * dim_tile)
+    chosen = tiles or merge_tiles(heads_tile * dim_tile, rows)
     out = torch.empty(rows, len(weight), dtype=weight.dtype, device=parts.device)
     pdl = pdl and use_pdl()
     if rows:

@@ -10,6 +10,7 @@ import torch
 GEMV_ROWS = 4
 MAX_HELD = 32768  # the longest row of W that a program holds in registers
 HELD_TILE = 16384  # numbers of W a program holds
+MERGED_TILE = 65536  # of them where it merges attention first
 PER_THREAD = 64  # of them in one thread's registers
 PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often
 MAX_COLUMNS = 8
@@ -39,6 +40,11 @@ MEASURED = {
     (1024, 3072, True): ProductTiles(columns=4, warps=8),
     (4096, 1024, False): ProductTiles(columns=4, warps=8),
     (4096, 6144, False): ProductTiles(columns=4, warps=8),
+    (2048, 5120, False): ProductTiles(columns=4, warps=4, turns=2),
+    (4096, 5120, False): ProductTiles(columns=4, warps=4, turns=2),  # rows of 2,880
+    (4096, 4096, False): ProductTiles(columns=2, warps=4, turns=4),  # rows of 2,560, as the next two
+    (4096, 10240, True): ProductTiles(columns=2, warps=4, turns=8),
+    (16384, 2560, False): ProductTiles(columns=2, warps=16),
     (4096, 12288, True): ProductTiles(columns=1, warps=4, turns=4),
     (16384, 4096, False): ProductTiles(columns=1, warps=16, turns=8),
 }
@@ -54,14 +60,28 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
     return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
 
 
-def merge_tiles(size: int) -> ProductTiles:
-    return ProductTiles(columns=max(min(HELD_TILE // size, 4), 1), warps=4 if size <= 2048 else 8)
+def merge_tiles(size: int, rows: int = 1) -> ProductTiles:
+    """Few programs, with many rows of W: each reads all parts of attention, out of the L2, before it can merge them.
+
+    Several rows of x leave no registers for that.
+    """
+    if rows > 1:
+        return ProductTiles(columns=max(min(HELD_TILE // size, 4), 1), warps=4 if size <= 2048 else 8)
+    return ProductTiles(columns=8, warps=4) if size <= 2048 else ProductTiles(columns=max(min(MERGED_TILE // size, 16), 1), warps=8)
 
 
-def decode_tiles(dtype: torch.dtype, rows: int, max_context: int, head_dim: int = 128) -> DecodeTiles:
-    few = 8 if rows <= 2 else 4
+def decode_tiles(
+    dtype: torch.dtype, rows: int, max_context: int, head_dim: int = 128, heads: int = 16, kv_heads: int = 8
+) -> DecodeTiles:
+    """Many splits make attention quick and what follows slow, which merges them in every program: few, where queries are long."""
+    if rows > 2:
+        few, least, long = 4, 64, 512
+    elif heads * head_dim >= 4096 and kv_heads >= 8:
+        few, least, long = 4, 64, 256
+    else:
+        few, least, long = 16, 32, 512
     splits = few
-    while splits < MAX_SPLITS and splits * 512 < max_context:
+    while splits < MAX_SPLITS and splits * long < max_context:
         splits *= 2
-    keys, warps = (16, 4) if dtype == torch.float32 else (64, 4) if head_dim > 128 else (64, 8)
-    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=64, long_share=512)
+    keys, warps = (16, 4) if dtype == torch.float32 else (32, 8) if head_dim > 128 else (64, 8)
+    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=least, long_share=long)

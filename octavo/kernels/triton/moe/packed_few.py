@@ -9,8 +9,8 @@ A row of W is read in STEPS; AHEAD of them are on their way before the first is 
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS
-from octavo.kernels.triton.packed.gemv import asked_for, in_spans, products, x_of_a_step
+from octavo.kernels.triton.packed.common import FLOATS, MAX_SPAN, WORD_BITS
+from octavo.kernels.triton.packed.gemv import asked_for, float_products, in_spans, products, x_of_a_step
 from octavo.kernels.triton.pdl import begin, wait
 from octavo.kernels.triton.step.activation import gated
 
@@ -59,7 +59,10 @@ def times_step(
     STEP: tl.constexpr = 8 * WARPS * (WORD_BITS // BITS) * SPAN
     columns = one % STEPS * STEP + tl.arange(0, STEP)
     spans = in_spans(x_of_a_step(x, order, columns, SIZE, ORDERED, False), BITS, SPAN)
-    return products(asked[0], asked[1], spans, table, BITS, RUN, TABLE, x.dtype.element_ty)
+    if TABLE == FLOATS:
+        return float_products(asked[0], asked[1], spans, RUN)
+    else:
+        return products(asked[0], asked[1], spans, table, BITS, RUN, TABLE, x.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["first"])

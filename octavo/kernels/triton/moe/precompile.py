@@ -44,4 +44,4 @@ def stack(experts: ExpertShape, rows: int, size: int, dtype: torch.dtype, device
     if not experts.bits:
         return torch.empty(rows, size, dtype=dtype, device=device)
     table = torch.zeros(16, dtype=torch.uint8, device=device) if experts.table else None
-    return replace(zero_codes(rows, size, experts.bits, experts.group, device), table=table)
+    return replace(zero_codes(rows, size, experts.bits, experts.group, device), table=table, floats=experts.floats)

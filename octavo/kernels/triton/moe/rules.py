@@ -28,6 +28,10 @@ class Row(NamedTuple):
     warps: int
 
 
+# On an H200: (numbers of a row of W, padded to a power of two; rows that are held for each column)
+MEASURED = {(2048, 2): Row(columns=1, warps=2), (1024, 8): Row(columns=2, warps=4)}
+
+
 class PackedRow(NamedTuple):
     columns: int
     warps: int
@@ -48,6 +52,8 @@ def row_tiles(size: int, matrices: int) -> Row | None:
     padded = triton.next_power_of_2(size)
     if padded * matrices > MAX_HELD:
         return None
+    if (padded, matrices) in MEASURED:
+        return MEASURED[padded, matrices]
     columns = max(min(HELD // (padded * matrices), MAX_COLUMNS), 1)
     return Row(columns, min(max(columns * padded * matrices // (THREADS * PER_THREAD), 1), 16))
 
@@ -61,7 +67,7 @@ def packed_row_tiles(weight: DeviceCodes, matrices: int) -> PackedRow:
     warps = min(steps, key=lambda warps: steps[warps] * warps)  # of equals the most
     if matrices == 1:
         return PackedRow(8 if steps[warps] == 1 else 4, warps, steps[warps], ahead=min(steps[warps], 2))
-    return PackedRow(2, warps, steps[warps], ahead=min(steps[warps] * matrices, 8 if steps[warps] == 1 else 4))
+    return PackedRow(2, warps, steps[warps], ahead=min(steps[warps] * matrices, 8 if steps[warps] == 1 else 2))
 
 
 def few_tokens(tokens: int) -> bool:

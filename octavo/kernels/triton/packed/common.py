@@ -5,6 +5,7 @@ import triton.language as tl
 
 WORD_BITS = tl.constexpr(16)
 MAX_SPAN = tl.constexpr(32)
+LOOKED_UP, FLOATS = tl.constexpr(1), tl.constexpr(2)  # what TABLE may be, where codes do not stand for themselves
 PAIRWISE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no machine code
 
 
@@ -82,18 +83,69 @@ def lookup(shift: int) -> str:
 
 
 @triton.jit
+def floats_of(words, INDEX: tl.constexpr):
+    """Codes INDEX of words uint32 of two columns, floats of 4 bits: two bfloat16 in a word, of 2^-126 of what they stand for.
+
+    Such a float has a sign, two bits of exponent and one of fraction. They are put where a bfloat16 has its sign, the last bits of its
+    exponent and the first of its fraction. An exponent of zero means the same in both: a fraction without a one in front.
+    """
+    LEFT: tl.constexpr = 6 - 4 * INDEX
+    if PAIRWISE:
+        text: tl.constexpr = float_pair(12 - 4 * INDEX, LEFT, 0x01C0)
+        return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        moved = words << LEFT if LEFT > 0 else words >> -LEFT
+        return ((words << (12 - 4 * INDEX)) & 0x80008000) | (moved & 0x01C001C0)
+
+
+@triton.jit
+def doubled_floats(words, scale, INDEX: tl.constexpr, kind: tl.constexpr):
+    """Codes INDEX of int16 words [n, span], floats of 4 bits, as `kind`: twice what they stand for times scale [n], exactly.
+
+    As `floats_of` has it; a float16 has 2^-14 of them. What is missing is multiplied in two steps, of which neither is too large.
+    """
+    if PAIRWISE and kind != tl.float32:
+        HALF: tl.constexpr = kind == tl.float16
+        text: tl.constexpr = float_pair(12 - 4 * INDEX, (9 if HALF else 6) - 4 * INDEX, 0x0E00 if HALF else 0x01C0)
+        numbers = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2).to(kind, bitcast=True)
+        if HALF:
+            result = (numbers * 2.0**15) * scale.to(kind)[:, None]
+        else:
+            result = (numbers * 2.0**63) * (scale * 2.0**64).to(kind)[:, None]
+    else:
+        wide = words.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        LEFT: tl.constexpr = 6 - 4 * INDEX
+        moved = wide << LEFT if LEFT > 0 else wide >> -LEFT
+        both = ((wide << (12 - 4 * INDEX)) & 0x80000000) | (moved & 0x01C00000)
+        result = (both.to(tl.float32, bitcast=True) * 2.0**63 * (scale * 2.0**64)[:, None]).to(kind)
+    return result
+
+
+@triton.constexpr_function
+def float_pair(sign: int, left: int, kept: int) -> str:
+    """Signs move by `sign` to the left, and the bits of `kept` by `left`; 0xEA is the table of: signs & mask | rest."""
+    move = f"shl.b32 rest, $1, {left};" if left > 0 else f"shr.b32 rest, $1, {-left};"
+    masks = f"and.b32 rest, rest, {kept * 0x10001}; lop3.b32 $0, signs, 0x80008000, rest, 0xEA;"
+    return f"{{ .reg .b32 signs, rest; shl.b32 signs, $1, {sign}; {move} {masks} }}"
+
+
+@triton.jit
 def weights(words, table, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
     """Span INDEX of the words [n, span] as weights: rounded once, from float32. scale, offset [n]: with the factor in them.
 
     The code stays where it is in its word, as so many times itself, and the scale is divided by that. TABLE: what stands for it.
     """
     wide = words.to(tl.uint16, bitcast=True).to(tl.int32)
-    if TABLE:
+    if TABLE == FLOATS:
+        result = doubled_floats(words, scale, INDEX, kind)
+    elif TABLE:
         numbers = ((looked_up(wide, table, 0) >> (8 * INDEX)) & 255).to(tl.float32) * scale[:, None]
+        result = (numbers + offset[:, None]).to(kind)
     else:
         HIGHER: tl.constexpr = 1 << (BITS * INDEX)
         numbers = (wide & (((1 << BITS) - 1) << (BITS * INDEX))).to(tl.float32) * (scale * (1.0 / HIGHER))[:, None]
-    return (numbers + offset[:, None]).to(kind)
+        result = (numbers + offset[:, None]).to(kind)
+    return result
 
 
 @triton.jit

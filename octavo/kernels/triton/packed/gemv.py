@@ -15,9 +15,11 @@ picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GA
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed.common import MAX_SPAN, PAIRWISE, WORD_BITS, looked_up, scale_and_offset
+from octavo.kernels.triton.packed.common import FLOATS, MAX_SPAN, PAIRWISE, WORD_BITS, floats_of, looked_up, scale_and_offset
 from octavo.kernels.triton.packed.small_gemm import column_of, stored
 from octavo.kernels.triton.pdl import begin, wait
+
+TWO_TO_63, TWO_TO_64 = tl.constexpr(2.0**63), tl.constexpr(2.0**64)
 
 
 @triton.jit
@@ -116,6 +118,30 @@ def one_by_one(pairs):
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         return (first, second, third, fourth)
+
+
+@triton.jit
+def float_products(words, pairs, spans, RUN: tl.constexpr):
+    """As `products`, of floats of 4 bits: these need no base and no offset.
+
+    A float comes as 2^-126 of itself. x is multiplied by 2^64 and a scale by 2^63, so that no product is too small for float32; a scale
+    is that of the doubled float.
+    """
+    SHAPE: tl.constexpr = [words.shape[0], words.shape[1], 2 * words.shape[2]]
+    scales = one_by_one(pairs)
+    total = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
+    for run in tl.static_range(pairs.shape[2]):
+        for index in tl.static_range(run * RUN, run * RUN + RUN):
+            span = tl.broadcast_to((spans[index] * TWO_TO_64)[:, None, :], SHAPE)
+            both = floats_of(words, index)
+            codes = tl.reshape(tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True), SHAPE)
+            if index == run * RUN:
+                product = tl.sum(codes * span, 2)
+            else:
+                product += tl.sum(codes * span, 2)
+        scale, _ = scale_and_offset(scales[run])
+        total += (scale * TWO_TO_63) * product
+    return total
 
 
 @triton.jit
@@ -230,7 +256,10 @@ def packed_gemv(
             asked = asked + (asked_for(*ours, BITS, GROUP, COLUMNS, GATED, WARPS, WHOLE),)  # type: ignore[assignment]
         if STEPS > 1 and one + 1 < STEPS:
             now = x_of_a_step(x, order, columns + (one + 1) * STEP, size, ORDERED, WHOLE)
-        total += products(asked[one][0], asked[one][1], spans, table, BITS, RUN, TABLE, kind)
+        if TABLE == FLOATS:
+            total += float_products(asked[one][0], asked[one][1], spans, RUN)
+        else:
+            total += products(asked[one][0], asked[one][1], spans, table, BITS, RUN, TABLE, kind)
         if one % STEPS == STEPS - 1:
             stored(tl.sum(total, 0)[:, None], bias, out, first + one // STEPS, factor, 1, wide, COLUMNS, 1, BIAS, GATED, GATE)
             total = tl.zeros([32 * WARPS, COLUMNS], tl.float32)

@@ -25,7 +25,7 @@ def packed_calls(
 
 def _zeros(shape: PackedShape, device: torch.device | str) -> DeviceCodes:
     table = torch.zeros(16, dtype=torch.uint8, device=device) if shape.table else None
-    return replace(zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, device), table=table)
+    return replace(zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, device), table=table, floats=shape.floats)
 
 
 def _call(shape: PackedShape, rows: int, dtype: torch.dtype, device: torch.device, gate: Gate) -> Callable[[], object]:

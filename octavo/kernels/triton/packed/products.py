@@ -9,11 +9,12 @@ More than 512 rows share the making of a slab so widely that it hardly counts, a
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.gates import GATES, Gate
-from octavo.kernels.triton.packed.common import sum_shares
+from octavo.kernels.triton.packed.common import FLOATS, LOOKED_UP, sum_shares
 from octavo.kernels.triton.packed.gemm import packed_gemm
 from octavo.kernels.triton.packed.gemv import packed_gemv
 from octavo.kernels.triton.packed.rules import GEMM_ROWS, SMALL_GEMM_ROWS, Gemm, Gemv, How, SmallGemm, gemv_steps, power_of_rows, rule
@@ -63,7 +64,7 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
 
 def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[object, ...]:
     """What a compiled kernel of this product depends on."""
-    kind = weight.bits, weight.group, weight.table is None, weight.words.device, bias
+    kind = *form_of(weight).values(), weight.words.device, bias
     if rows > GEMM_ROWS:
         return kind
     how = rule(rows, weight, gated)
@@ -151,7 +152,8 @@ def table_of(weight: DeviceCodes) -> Tensor:
 
 def form_of(weight: DeviceCodes) -> dict[str, int]:
     """What a kernel over codes has to know of them when it is compiled."""
-    return {"BITS": weight.bits, "GROUP": weight.group, "TABLE": weight.table is not None}
+    table = FLOATS if weight.floats else LOOKED_UP if weight.table is not None else tl.constexpr(0)
+    return {"BITS": weight.bits, "GROUP": weight.group, "TABLE": table.value}
 
 
 def in_order(x: Tensor, weight: DeviceCodes) -> Tensor:
