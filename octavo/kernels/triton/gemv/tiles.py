@@ -54,6 +54,11 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
     return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
 
 
+def fp8_tiles(size: int, out: int, gated: bool) -> ProductTiles:
+    """As `product_tiles`, for 8-bit floats."""
+    return product_tiles(size, out, gated)
+
+
 def merge_tiles(size: int) -> ProductTiles:
     return ProductTiles(columns=max(min(HELD_TILE // size, 4), 1), warps=4 if size <= 2048 else 8)
 
