@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FP8_BLOCK = 128
+from octavo.kernels.kernel_shapes import FP8_BLOCK
+
 FP8_LARGEST = 448.0  # of e4m3
 FP8_EXACT_ROWS = 8  # up to which x is multiplied as it is; rows of a larger x are rounded to 8 bits, too
 
@@ -50,6 +51,6 @@ def zero_fp8(n: int, columns: int, span: int, device: torch.device | str) -> Fp8
     return Fp8Matrix(values, torch.zeros(shape, device=device), span)
 
 
-def rounds_x(x: Tensor) -> bool:
+def rounds_x(rows: int, dtype: torch.dtype) -> bool:
     """Whether a product rounds x to 8 bits. Few rows wait for the weights alone, and float32 is asked for when numbers count."""
-    return len(x) > FP8_EXACT_ROWS and x.dtype != torch.float32
+    return rows > FP8_EXACT_ROWS and dtype != torch.float32

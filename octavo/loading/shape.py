@@ -36,7 +36,7 @@ from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import EXPERT_STACKS, ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import DECIDING, Codes, Kept, requantised, weight_bytes
+from octavo.policy.model_size import DECIDING, Codes, Kept, fits_fp8, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
 from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
@@ -152,12 +152,15 @@ def _packed(source: str, module: str, size: int, columns: int, quantization: Qua
     elif quantization.layout == "fp8":
         group_size = FP8_GROUP
     group = whole_group(f"{source}: {module}.{quantization.codes_part}", group_size, columns)
-    return StoredWeight(f"{module}.weight", quantization.shown, size, Codes(quantization.bits, group, order))
+    span = quantization.fp8_span(columns)
+    return StoredWeight(f"{module}.weight", quantization.shown, size, Codes(quantization.bits, group, order, fp8_span=span))
 
 
-def _without_table(codes: Codes | None) -> Codes | None:
-    """Returns the form in which codes with a table are kept: 8 bits, that stand for themselves."""
-    return codes if codes is None or not codes.table else Codes(8, codes.group, codes.order)
+def _form(codes: Codes | None, device: str, fp8: bool) -> Codes | None:
+    """Returns the form in which codes are kept. On a GPU those with a table have 8 bits, that stand for themselves."""
+    if codes is None or (codes.table and device == "cuda"):
+        return codes if codes is None else Codes(8, codes.group, codes.order)
+    return codes if fp8 else replace(codes, fp8_span=0)
 
 
 # -- the whole model
@@ -265,11 +268,18 @@ class ModelShape:
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
         """Returns what each weight becomes when it is read, for a CPU or a GPU."""
         if quantization == "auto":
-            scattered, kept = self._scattered(), _without_table if device == "cuda" else lambda codes: codes
-            return {weight.name: None if weight.name in scattered else kept(weight.codes) for weight in self.weights}
+            scattered, fp8 = self._scattered(), self._fp8() if device == "cuda" else set()
+            kept = {weight.name: _form(weight.codes, device, weight.name in fp8) for weight in self.weights}
+            return {name: None if name in scattered else codes for name, codes in kept.items()}
         if quantization == "none":
             return {}
         return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}
+
+    def _fp8(self) -> set[str]:
+        """Returns the weights that a GPU keeps as 8-bit floats. Ranks keep codes."""
+        spans = {weight.name: weight.codes.fp8_span for weight in self.weights if weight.codes is not None}
+        matrices = [one for one in self.model.matrices if all(fits_fp8(one, spans.get(part, 0)) for part in one.parts)]
+        return {part for one in matrices for part in one.parts} if self.ranks == 1 else set()
 
     def _scattered(self) -> set[str]:
         """Returns the weights whose codes a rank cannot keep. With act-order the columns of a rank come from any group.

@@ -3,22 +3,16 @@
 import torch
 from torch import Tensor
 
-from octavo.kernels.fp8_matrix import FP8_BLOCK, FP8_LARGEST, Fp8Matrix, rounds_x
-from octavo.kernels.gates import Gate
-from octavo.kernels.reference.layer import gate_and_mul
+from octavo.kernels.fp8_matrix import FP8_LARGEST, Fp8Matrix, rounds_x
+from octavo.kernels.kernel_shapes import FP8_BLOCK
 
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]; many rows of it are rounded to 8 bits."""
-    wide = _rounded(x, weight.span) if rounds_x(x) else x.float()
+    wide = _rounded(x, weight.span) if rounds_x(len(x), x.dtype) else x.float()
     product = wide @ widen(weight).T
     product = (product if bias is None else product + bias.float()).to(x.dtype)
     return product if out is None else out.copy_(product)
-
-
-def fp8_gate_up(x: Tensor, weight: Fp8Matrix, gate: Gate = "swiglu") -> Tensor:
-    """Returns the gated numbers. The weight has the rows of gate, then those of up."""
-    return gate_and_mul(fp8_linear(x, weight), gate)
 
 
 def widen(weight: Fp8Matrix, rows: Tensor | None = None) -> Tensor:

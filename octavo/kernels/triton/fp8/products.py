@@ -1,6 +1,6 @@
-"""Products with weights of 8-bit floats, by the number of rows: `fp8_linear`, `fp8_gate_up`; and `round_rows`.
+"""Products with weights of 8-bit floats, by the number of rows: `fp8_linear`; and `round_rows`.
 
-    rows    up to 4       x as it is; a program holds some rows of W (`gemv/`)
+    rows    one           x as it is; a program holds some rows of W (`gemv/`)
             up to 8       x as it is, by the matrix units (`fp8_tiles`)
             more          x is rounded to 8 bits, too: a scale for each row, or for each row and 128 columns where W has blocks
             many          the same by torch, whose product is faster than ours then
@@ -8,20 +8,20 @@
 Before compute capability 8.9 nothing multiplies 8-bit floats, and x stays as it is. So does x in float32.
 """
 
+from typing import Literal
+
 import torch
 import triton
 from torch import Tensor
 
 from octavo.kernels.fp8_matrix import Fp8Matrix, rounds_x
-from octavo.kernels.gates import Gate
 from octavo.kernels.triton.fp8.round_rows import round_row
-from octavo.kernels.triton.fp8.rules import Tiles, tiles, torch_rows
+from octavo.kernels.triton.fp8.rules import Tiles, exact_tiles, is_for_torch, rounded_tiles
 from octavo.kernels.triton.fp8.tiles import STEP, fp8_tiles
 from octavo.kernels.triton.gemv.products import linear
-from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD
+from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD
 from octavo.kernels.triton.packed.common import sum_shares
 from octavo.kernels.triton.pdl import use_pdl
-from octavo.kernels.triton.step.activation import gate_and_mul
 from octavo.kernels.triton.target import capability, converts_fp8
 
 ALIGNED = 16  # columns and rows of W: what torch's products ask for
@@ -33,19 +33,41 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Te
     """x [rows, in] -> [rows, out], in `out` if that is given"""
     if out is not None:
         return out.copy_(fp8_linear(x, weight, bias))
-    if len(x) <= GEMV_ROWS and x.shape[1] <= MAX_HELD:
+    how = rule(len(x), weight, x.dtype)
+    if how == "gemv":
         return linear(x, weight, bias)
-    if not _rounds(x):
-        return by_tiles(x, None, weight, bias, x.dtype, tiles(len(x), *weight.shape))
+    if not _is_rounded(len(x), x.dtype):
+        assert how != "torch"
+        return by_tiles(x, None, weight, bias, x.dtype, how)
     values, scale = round_rows(x, weight.span)
-    if is_for_torch(x, weight):
+    if how == "torch":
         return by_torch(values, scale, weight, bias, len(x))
-    return by_tiles(values[: len(x)], scale, weight, bias, x.dtype, tiles(len(x), *weight.shape))
+    return by_tiles(values[: len(x)], scale, weight, bias, x.dtype, how)
 
 
-def fp8_gate_up(x: Tensor, weight: Fp8Matrix, gate: Gate = "swiglu") -> Tensor:
-    """The gated numbers; weight has rows of gate over rows of up"""
-    return gate_and_mul(fp8_linear(x, weight), gate)
+def rule(rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Literal["gemv", "torch"] | Tiles:
+    """Which kernel computes a product."""
+    if rows <= FP8_GEMV_ROWS and weight.shape[1] <= MAX_HELD:
+        return "gemv"
+    if not _is_rounded(rows, dtype):
+        return exact_tiles(rows, *weight.shape)
+    fits = dtype == torch.bfloat16 and not any(size % ALIGNED for size in weight.shape)
+    return "torch" if fits and is_for_torch(rows, *weight.shape, weight.blocks) else rounded_tiles(rows, *weight.shape)
+
+
+def _is_rounded(rows: int, dtype: torch.dtype) -> bool:
+    return rounds_x(rows, dtype) and converts_fp8(capability())
+
+
+def variant(rows: int, weight: Fp8Matrix, dtype: torch.dtype, bias: bool) -> tuple[object, ...]:
+    """What the compiled kernels of this product depend on."""
+    how, rounded = rule(rows, weight, dtype), (weight.shape[1], weight.span) if _is_rounded(rows, dtype) else ()
+    if how == "gemv":
+        return how, *weight.shape, weight.span, bias
+    if how == "torch":
+        return how, *rounded
+    once = how._replace(shares=min(how.shares, 2))
+    return *once, *rounded, weight.blocks, bias, _is_whole(weight, how), weight.shape[1] % ALIGNED, weight.shape[0] % ALIGNED
 
 
 def round_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
@@ -65,7 +87,8 @@ def round_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
 
 def by_tiles(x: Tensor, x_scale: Tensor | None, weight: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype, how: Tiles) -> Tensor:
     """x: as it is, or rounded and with scales; `dtype`: of the result"""
-    (wide, size), step = weight.shape, STEP.value
+    wide, size = weight.shape
+    assert x.is_contiguous() and x.shape[1] == size
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
     if not len(x):
         return out
@@ -73,9 +96,9 @@ def by_tiles(x: Tensor, x_scale: Tensor | None, weight: Fp8Matrix, bias: Tensor 
     values = weight.values if converts_fp8(capability()) else weight.values.view(torch.uint8)
     fp8_tiles[(triton.cdiv(wide, how.columns), triton.cdiv(len(x), how.rows), how.shares)](
         x, weight.scale if x_scale is None else x_scale, values, weight.scale, out if bias is None else bias, out, parts, len(x),
-        0 if x_scale is None else x_scale.shape[1], size, wide, triton.cdiv(triton.cdiv(size, step), how.shares),
+        0 if x_scale is None else x_scale.shape[1], size, wide, triton.cdiv(triton.cdiv(size, STEP.value), how.shares),
         ROWS=how.rows, COLUMNS=how.columns, BLOCKS=weight.blocks, ROUNDED=x_scale is not None,
-        WHOLE=size % step == 0 and wide % how.columns == 0, SHARED=how.shares > 1, BIAS=bias is not None, STAGES=how.stages,
+        WHOLE=_is_whole(weight, how), SHARED=how.shares > 1, BIAS=bias is not None, STAGES=how.stages,
         PDL=use_pdl(), num_warps=how.warps, launch_pdl=use_pdl(),
     )  # fmt: skip
     if how.shares > 1:
@@ -84,13 +107,6 @@ def by_tiles(x: Tensor, x_scale: Tensor | None, weight: Fp8Matrix, bias: Tensor 
             num_warps=4,
         )  # fmt: skip
     return out
-
-
-def is_for_torch(x: Tensor, weight: Fp8Matrix) -> bool:
-    """Whether torch multiplies such matrices, and faster."""
-    least, (wide, size) = torch_rows(weight.blocks), weight.shape
-    fits = x.dtype == torch.bfloat16 and wide % ALIGNED == 0 and size % ALIGNED == 0
-    return least is not None and len(x) >= least and fits
 
 
 def by_torch(values: Tensor, scale: Tensor, weight: Fp8Matrix, bias: Tensor | None, rows: int) -> Tensor:
@@ -106,5 +122,6 @@ def by_torch(values: Tensor, scale: Tensor, weight: Fp8Matrix, bias: Tensor | No
     return product if bias is None else product.add_(bias)
 
 
-def _rounds(x: Tensor) -> bool:
-    return rounds_x(x) and converts_fp8(capability())
+def _is_whole(weight: Fp8Matrix, how: Tiles) -> bool:
+    """Whether steps and tiles divide the matrix."""
+    return weight.shape[1] % STEP.value == 0 and len(weight) % how.columns == 0

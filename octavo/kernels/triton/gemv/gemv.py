@@ -17,24 +17,31 @@ from octavo.kernels.triton.pdl import begin, wait
 from octavo.kernels.triton.step.activation import gated
 from octavo.kernels.triton.step.norm import added, normed
 
+RUN = tl.constexpr(16)  # 8-bit floats that a thread loads at once
+
 
 @triton.jit
-def tile_of(weight, tile, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges."""
+def tile_of(weight, tile, size, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges. `size`: SIZE, known now or at run time"""
     column = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     k = tl.arange(0, PADDED)[None, :]
-    return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < SIZE), other=0.0)
+    return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < size), other=0.0)
 
 
 @triton.jit
 def summed(matrix, x, scale, first, inside, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr):
-    """Of rows `first` and on of W, as they lie in `matrix`, times a row x [PADDED] float32. scale: of all W; inside: which rows are there"""
+    """Of rows `first` and on of W, as they lie in `matrix`, times a row x [PADDED] float32. scale: of all W; inside: which rows are there
+
+    With scales of blocks, a thread first adds the numbers that it has side by side, which are of one block.
+    """
     if SPAN > 0 and SPAN < SIZE:
-        SPANS: tl.constexpr = x.shape[0] // SPAN
-        span = tl.arange(0, SPANS)
-        scales = tl.load(scale + first // SPAN * (SIZE // SPAN) + span, mask=span < SIZE // SPAN, other=0.0)
-        x = tl.reshape(tl.reshape(x, [SPANS, SPAN]) * scales[:, None], [x.shape[0]])
-    sums = tl.sum(matrix * x[None, :], 1)
+        RUNS: tl.constexpr = x.shape[0] // RUN
+        run = tl.arange(0, RUNS)
+        scales = tl.load(scale + first // SPAN * (SIZE // SPAN) + run * RUN // SPAN, mask=run * RUN < SIZE, other=0.0)
+        sums = tl.sum(tl.reshape(matrix, [COLUMNS, RUNS, RUN]) * tl.reshape(x, [RUNS, RUN])[None, :, :], 2)
+        sums = tl.sum(sums * scales[None, :], 1)
+    else:
+        sums = tl.sum(matrix * x[None, :], 1)
     if SPAN == SIZE:
         sums *= tl.load(scale + first + tl.arange(0, COLUMNS), mask=inside, other=0.0)
     return sums
@@ -91,6 +98,7 @@ def gemv(
     eps,
     scale,
     rows,
+    size,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     OUT: tl.constexpr,
@@ -113,10 +121,12 @@ def gemv(
     kind = x.dtype.element_ty
     k = tl.arange(0, PADDED)
     inside = k < SIZE
-    matrix = tile_of(weight, program, SIZE, PADDED, OUT, COLUMNS)
+    # ptxas makes a NaN of an 8-bit zero that it knows when it compiles, so for such weights it must not know what is filled up
+    end = size if SPAN > 0 and SIZE < PADDED else SIZE
+    matrix = tile_of(weight, program, end, SIZE, PADDED, OUT, COLUMNS)
     second = matrix
     if GATED:
-        second = tile_of(weight + OUT * SIZE, program, SIZE, PADDED, OUT, COLUMNS)
+        second = tile_of(weight + OUT * SIZE, program, end, SIZE, PADDED, OUT, COLUMNS)
     scales = tl.load(norm_weight + k, mask=inside, other=0.0) if NORM else k
     of_after = tl.load(after_weight + k, mask=inside, other=0.0) if AFTER else k
     wait(PDL)
@@ -136,9 +146,9 @@ def gemv(
 
     if LOOPED:
         for tile in tl.range(program, (OUT + COLUMNS - 1) // COLUMNS, programs):
-            following = tile_of(weight, tile + programs, SIZE, PADDED, OUT, COLUMNS)
+            following = tile_of(weight, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
             if GATED:
-                following_second = tile_of(weight + OUT * SIZE, tile + programs, SIZE, PADDED, OUT, COLUMNS)
+                following_second = tile_of(weight + OUT * SIZE, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
             multiply(matrix, second, weight_scale, held, bias, out, tile, rows, SIZE, OUT, COLUMNS, ROWS, GATED, GATE, BIASED, SPAN)
             matrix = following
             if GATED:

@@ -171,7 +171,7 @@ def _gemv(
     if len(x):
         gemv[(triton.cdiv(wide, chosen.columns * chosen.turns),)](
             x, given.residual, x if given.after is None else given.after, x if given.weight is None else given.weight, stream,
-            normed, values, scale, x if bias is None else bias, out, given.eps, given.scale, len(x),
+            normed, values, scale, x if bias is None else bias, out, given.eps, given.scale, len(x), size,
             SIZE=size, PADDED=padded, OUT=wide, COLUMNS=chosen.columns, ROWS=triton.next_power_of_2(len(x)),
             ADDED=front is not None, AFTER=given.after is not None, SCALED=given.scale != 1.0, NORM=given.weight is not None,
             GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, KEEP_NORMED=keep_normed, LOOPED=chosen.turns > 1,
