@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 
 from octavo.kernels.gates import Gate
 
-
 FP8_BLOCK = 128  # rows and columns of 8-bit floats that share a scale, where blocks do
 
 

@@ -6,9 +6,12 @@
                   dequantised first, so that what their makers rounded is rounded once more
 
 The native program and a GPU keep the codes, and torch gets the numbers that they stand for. A GPU has larger groups. Floats become
-codes on the device that will hold them. Dummy weights are drawn as codes: quantising random numbers gives other random numbers.
+codes on the device that will hold them. Dummy weights are drawn as codes: quantising random numbers gives other random numbers. Those
+of a model whose config says FP8 are 8-bit floats with scales, as its file would have them.
 """
 
+from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -26,9 +29,12 @@ from octavo.models.registry import describe
 from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
 from octavo.policy.split import Part
+from octavo.quant.fp8 import Fp8Weight, Quantised
 from octavo.quant.packed import PackedWeight, quantize
+from octavo.quant.quant_config import FP8_GROUP, QuantConfig, whole_group
 
 STD = 0.02  # of random weights
+FP8_SPREAD = 60.0  # of random 8-bit floats, of which none is as large as the largest there is
 CPU = torch.device("cpu")
 POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
 
@@ -41,8 +47,11 @@ class DummyCheckpoint:
 
     source = "dummy weights"
 
-    def __init__(self, model: Decoder, seed: int, device: torch.device = CPU) -> None:
-        self._seed = seed
+    def __init__(
+        self, model: Decoder, seed: int, device: torch.device = CPU, fp8: QuantConfig | None = None, in_fp8: Collection[str] = ()
+    ) -> None:
+        """`in_fp8`: names of the weights that are 8-bit floats, with scales as `fp8` says"""
+        self._seed, self._fp8, self._in_fp8 = seed, fp8, frozenset(in_fp8)
         targets = weight_targets(model)
         self._shapes = {name: tuple(target.values.shape) for name, target in targets.items()}
         self._plus = {name: target.plus for name, target in targets.items()}
@@ -62,6 +71,8 @@ class DummyCheckpoint:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
+        if (packed := self._drawn_fp8(name)) is not None:
+            return packed.dequantize()
         shape = self._shapes[name]
         is_norm = len(shape) == 1 and name.endswith(".weight")
         return torch.full(shape, 1 - self._plus[name]) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
@@ -72,8 +83,22 @@ class DummyCheckpoint:
     def read_part(self, name: str, part: Part) -> Tensor:
         return cut(self.read(name), part)
 
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
-        return None
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
+        whole = self._drawn_fp8(name)
+        start = (0 if part.rows is None else part.rows.start, 0 if part.columns is None else part.columns.start)
+        return None if whole is None else replace(whole, values=cut(whole.values, part), start=start)
+
+    def _drawn_fp8(self, name: str) -> Fp8Weight | None:
+        """Returns a matrix of 8-bit floats, if it is to be such. Its scales differ by a factor of three at most."""
+        if self._fp8 is None or name not in self._in_fp8:
+            return None
+        n, k = self._shapes[name]
+        rows, columns = self._fp8.block or (1, k)
+        values = (self._taken(self._pool, name, n * k).view(n, k) * (FP8_SPREAD / STD)).to(torch.float8_e4m3fn)
+        count = -(-n // rows) * -(-k // columns)
+        scale = (0.5 + self._taken(self._bytes, name, count).cpu() / 256) * (STD / FP8_SPREAD)
+        module = name.removesuffix(".weight")
+        return Fp8Weight(module, values, scale.view(-(-n // rows), -1), (rows, columns), (0, 0), whole_group(name, FP8_GROUP, k))
 
     def draw(self, name: str, codes: Codes) -> PackedWeight:
         """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""
@@ -92,8 +117,8 @@ class DummyCheckpoint:
             count, start = count - len(pieces[-1]), 0
         return torch.cat(pieces)
 
-    def packed(self, name: str) -> PackedWeight | None:
-        return None
+    def packed(self, name: str) -> Quantised | None:
+        return self._drawn_fp8(name)
 
     def fingerprint(self) -> bytes:
         return b"dummy%d" % self._seed

@@ -344,6 +344,12 @@ def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
     return ModelShape(source.name, config, stored_bytes, of_folder(files, str(source.path), source.quantization, family_of(config).rules))
 
 
+def dummy_shape(source: ModelSource, config: ModelConfig) -> ModelShape:
+    """Returns the shape of random weights: floats, or 8-bit floats where the config says so."""
+    fp8 = source.quantization if source.quantization is not None and source.quantization.layout == "fp8" else None
+    return ModelShape(source.name, config, None, of_description(describe(config), str(source.path), fp8) if fp8 else ())
+
+
 def _weight_files(folder: Path) -> list[Path]:
     names = set(read_weight_map(folder / INDEX).values()) if (folder / INDEX).exists() else {SINGLE}
     return [folder / Path(name).name for name in sorted(names)]

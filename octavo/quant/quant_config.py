@@ -64,7 +64,7 @@ class QuantConfig:
         return not any(_found(part, module) for part in self.modules_to_not_convert)
 
     def fp8_span(self, columns: int) -> int:
-        """Returns how many of a row's columns share a scale, if these are 8-bit floats and kernels of a GPU may read such scales; else 0."""
+        """Returns how many columns of a row share a scale, if these are 8-bit floats whose scales kernels of a GPU may read; else 0."""
         if self.layout != "fp8":
             return 0
         if self.block is None or self.block[1] >= columns:

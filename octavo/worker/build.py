@@ -191,7 +191,8 @@ def _open_stored(facts: Facts) -> StoredParameters:
         whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
     if dummy:
-        stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device)
+        in_fp8 = {weight.name for weight in facts.shape.weights}
+        stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device, facts.source.quantization, in_fp8)
     else:
         stored = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)
     found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)

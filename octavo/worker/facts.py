@@ -15,7 +15,7 @@ from octavo.layers.context_parallel import over_context
 from octavo.layers.gloo_comm import GlooComm
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
-from octavo.loading.shape import ModelShape, shape_of
+from octavo.loading.shape import ModelShape, dummy_shape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
 from octavo.models.registry import describe, rank_config
@@ -178,12 +178,12 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
 
 
 def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, ...], computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are; random ones are floats.
+    """Returns the shape of the weights there are, or of random ones.
 
     `ranks`: that share the model, that share a context, and that have whole experts each
     """
     if config.load_format == "dummy":
-        return ModelShape(source.name, model).of_rank(*ranks)
+        return dummy_shape(source, model).of_rank(*ranks)
     shape, asked = shape_of(source, model).of_rank(*ranks), config.quantization
     if shape.packed and asked in ("int8", "int4"):
         logger.warning("The weights are quantised already and are quantised again; --quantization auto keeps them as they are")

@@ -113,7 +113,7 @@ def by_torch(values: Tensor, scale: Tensor, weight: Fp8Matrix, bias: Tensor | No
     """The first `rows` of a product in bfloat16. values [tall, in], scale [1 or blocks, tall]: as `round_rows` gives them"""
     if not weight.blocks:
         given = values[:rows], weight.values.t(), scale[0, :rows, None], weight.scale[None, :]
-        return torch._scaled_mm(*given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(*given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=False)
     recipes = torch.nn.functional.ScalingType
     product = torch.nn.functional.scaled_mm(
         values, weight.values.t(), scale.t(), recipes.BlockWise1x128, weight.scale.t(), recipes.BlockWise128x128,
