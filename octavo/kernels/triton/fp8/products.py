@@ -25,7 +25,7 @@ from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, converts_fp8
 
 ALIGNED = 16  # columns and rows of W: what torch's products ask for
-TALL = 4  # whole runs of rows: the same, of x
+TALL = 4  # rows of x, and blocks of columns: whole runs of them, for the same reason
 SUM_TILE = 512
 
 
@@ -51,7 +51,8 @@ def rule(rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Literal["gemv", "t
         return "gemv"
     if not _is_rounded(rows, dtype):
         return exact_tiles(rows, *weight.shape)
-    fits = dtype == torch.bfloat16 and not any(size % ALIGNED for size in weight.shape)
+    wide, size = weight.shape
+    fits = dtype == torch.bfloat16 and not wide % ALIGNED and not size % (TALL * weight.span if weight.blocks else ALIGNED)
     return "torch" if fits and is_for_torch(rows, *weight.shape, weight.blocks) else rounded_tiles(rows, *weight.shape)
 
 
