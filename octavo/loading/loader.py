@@ -22,7 +22,7 @@ from octavo.layers.mixture import ExpertStack
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
-from octavo.quant.fp8 import Fp8Weight, folded, on_device
+from octavo.quant.fp8 import Fp8Weight, Quantised, folded, on_device
 from octavo.quant.packed import PackedWeight, concatenate, factor_for, mergeable
 from octavo.quant.schemes import FP8, UNQUANTIZED, Packed
 
@@ -174,17 +174,17 @@ class StoredParameters:
         return parts if len(parts) == len(found) and len({part.shape[1] for part in parts}) == 1 else None
 
     def codes(self, name: str) -> PackedWeight | None:
-        parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
-        found = [folded(part) for part in parts if part is not None]
-        if len(found) < len(parts) or not mergeable(found):
-            return None
-        return found[0] if len(found) == 1 else concatenate(found)
+        return _joined(self._quantised(name))
 
-    def fp8(self, name: str, device: torch.device) -> Fp8Matrix | None:
-        """Returns a matrix of 8-bit floats on a device, if all its parts are such, with scales that kernels there read."""
-        parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
-        found = [part for part in parts if isinstance(part, Fp8Weight)]
-        return on_device(found, device) if len(found) == len(parts) else None
+    def codes_or_fp8(self, name: str, device: torch.device) -> PackedWeight | Fp8Matrix | None:
+        """As `codes`, but 8-bit floats stay such, and come on a device, if kernels there can read their scales."""
+        parts = self._quantised(name)
+        floats = [part for part in parts if isinstance(part, Fp8Weight)]
+        fp8 = on_device(floats, device) if len(floats) == len(parts) else None
+        return _joined(parts) if fp8 is None else fp8
+
+    def _quantised(self, name: str) -> list[Quantised | None]:
+        return [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
 
     def _labels(self, name: str) -> list[str]:
         """Returns the labels of a parameter's parts, or of the parameter if one weight of the checkpoint has all of them."""
@@ -192,6 +192,14 @@ class StoredParameters:
         if name in self._stored:
             return [name]
         return [f"{name}[{part}]" for part in module.parts] if isinstance(module, MergedLinear) else [name]
+
+
+def _joined(parts: list[Quantised | None]) -> PackedWeight | None:
+    """Returns the codes of a matrix, or None if it has to be floats."""
+    found = [folded(part) for part in parts if part is not None]
+    if len(found) < len(parts) or not mergeable(found):
+        return None
+    return found[0] if len(found) == 1 else concatenate(found)
 
 
 class NativeWeights:
@@ -283,15 +291,14 @@ def _fill(layer: Linear | Embedding | LMHead, name: str, stored: StoredParameter
     """`as_fp8`: 8-bit floats stay such, where their scales allow it; else they become codes"""
     device, dtype = model.device, model.dtype
     looked_up = isinstance(layer, Embedding) and not model.config.tie_embeddings
-    fp8 = stored.fp8(name, device) if as_fp8 and not looked_up else None
     assert isinstance(layer.scheme, Packed)
-    if fp8 is not None:
+    kept = None if looked_up else stored.codes_or_fp8(name, device) if as_fp8 else stored.codes(name)
+    if isinstance(kept, Fp8Matrix):
         layer.scheme = FP8
-        FP8.fill(layer, fp8)
+        FP8.fill(layer, kept)
         return
-    codes = None if looked_up else stored.codes(name)
-    if codes is not None:
-        layer.scheme.fill(layer, codes, device)
+    if kept is not None:
+        layer.scheme.fill(layer, kept, device)
         return
     layer.scheme = UNQUANTIZED
     layer.weight = nn.Parameter(torch.empty(stored.shape(name), dtype=dtype, device=device), requires_grad=False)

@@ -66,6 +66,7 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
         _compile_ahead(facts, geometry, compilers)
     stored = _open_stored(facts)
     facts.warn_of_floats()
+    facts.tell_of_fp8()
     with out_of_memory_explained(facts.needs, facts.config):
         return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
 

@@ -10,6 +10,7 @@ from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
+from octavo.kernels.fp8_matrix import FP8_EXACT_ROWS, rounds_x
 from octavo.layers.comm import Comm
 from octavo.layers.context_parallel import over_context
 from octavo.layers.gloo_comm import GlooComm
@@ -94,6 +95,15 @@ class Facts:
         why = "their parts cannot be merged or split, or their rows are not of whole groups"
         if names:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
+
+    def tell_of_fp8(self) -> None:
+        """Logs how many matrices stay 8-bit floats, and what they are multiplied by."""
+        count = sum(one.codes is not None and one.codes.fp8_span > 0 for one in self.kept)
+        known = self.device.type == "cpu" or torch.cuda.get_device_capability(self.device) >= (8, 9)
+        rounded = known and rounds_x(FP8_EXACT_ROWS + 1, getattr(torch, self.dtype))
+        by = f"8-bit floats where a step has more than {FP8_EXACT_ROWS} tokens" if rounded else self.dtype
+        if count:
+            logger.info("Matrices of 8-bit floats: %d of %d, multiplied by %s", count, len(self.kept), by)
 
 
 def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE) -> Facts:

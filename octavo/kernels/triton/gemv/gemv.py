@@ -21,8 +21,14 @@ RUN = tl.constexpr(16)  # 8-bit floats that a thread loads at once
 
 
 @triton.jit
-def tile_of(weight, tile, size, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges. `size`: SIZE, known now or at run time"""
+def tile_of(weight, tile, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges."""
+    return tile_up_to(weight, tile, SIZE, SIZE, PADDED, OUT, COLUMNS)
+
+
+@triton.jit
+def tile_up_to(weight, tile, size, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """As `tile_of`. `size`: SIZE, known when this is compiled or when it runs"""
     column = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     k = tl.arange(0, PADDED)[None, :]
     return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < size), other=0.0)
@@ -123,10 +129,10 @@ def gemv(
     inside = k < SIZE
     # ptxas makes a NaN of an 8-bit zero that it knows when it compiles, so for such weights it must not know what is filled up
     end = size if SPAN > 0 and SIZE < PADDED else SIZE
-    matrix = tile_of(weight, program, end, SIZE, PADDED, OUT, COLUMNS)
+    matrix = tile_up_to(weight, program, end, SIZE, PADDED, OUT, COLUMNS)
     second = matrix
     if GATED:
-        second = tile_of(weight + OUT * SIZE, program, end, SIZE, PADDED, OUT, COLUMNS)
+        second = tile_up_to(weight + OUT * SIZE, program, end, SIZE, PADDED, OUT, COLUMNS)
     scales = tl.load(norm_weight + k, mask=inside, other=0.0) if NORM else k
     of_after = tl.load(after_weight + k, mask=inside, other=0.0) if AFTER else k
     wait(PDL)
@@ -146,9 +152,9 @@ def gemv(
 
     if LOOPED:
         for tile in tl.range(program, (OUT + COLUMNS - 1) // COLUMNS, programs):
-            following = tile_of(weight, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
+            following = tile_up_to(weight, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
             if GATED:
-                following_second = tile_of(weight + OUT * SIZE, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
+                following_second = tile_up_to(weight + OUT * SIZE, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
             multiply(matrix, second, weight_scale, held, bias, out, tile, rows, SIZE, OUT, COLUMNS, ROWS, GATED, GATE, BIASED, SPAN)
             matrix = following
             if GATED:

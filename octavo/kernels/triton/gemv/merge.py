@@ -30,7 +30,7 @@ def tile_of_heads(
 ):
     """Rows of weight [OUT, HEADS * DIM] as [COLUMNS, HEADS_TILE * DIM_TILE]: each head filled up to DIM_TILE with zeros, as `merged` is."""
     if DIM == DIM_TILE:
-        return tile_of(weight, tile, HEADS * DIM, HEADS * DIM, HEADS_TILE * DIM, OUT, COLUMNS)
+        return tile_of(weight, tile, HEADS * DIM, HEADS_TILE * DIM, OUT, COLUMNS)
     else:
         column, k = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None], tl.arange(0, HEADS_TILE * DIM_TILE)[None, :]
         head, dim = k // DIM_TILE, k % DIM_TILE
