@@ -28,10 +28,10 @@ def round_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
     """Returns 8-bit floats [rows, in], and their scales [rows, in / span] float32. Where all numbers are zero the scale is one."""
     wide = x.float().unflatten(1, (-1, span))
     largest = wide.abs().amax(-1, keepdim=True)
-    largest = torch.where(largest > 0, largest, FP8_LARGEST)
-    fitting = torch.full_like(largest, FP8_LARGEST) / largest  # of two tensors: a number divided by one is rounded twice
-    values = (wide * fitting).clamp(-FP8_LARGEST, FP8_LARGEST).flatten(1).to(torch.float8_e4m3fn)
-    return values, (largest / FP8_LARGEST).squeeze(-1)
+    most = torch.full_like(largest, FP8_LARGEST)  # a tensor: torch multiplies by the inverse of a number, which is rounded twice
+    largest = torch.where(largest > 0, largest, most)
+    values = (wide * (most / largest)).clamp(-FP8_LARGEST, FP8_LARGEST).flatten(1).to(torch.float8_e4m3fn)
+    return values, (largest / most).squeeze(-1)
 
 
 def _rounded(x: Tensor, span: int) -> Tensor:
