@@ -26,8 +26,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokeniz
 LONG, SHORT = (0.7, 4.0), (0.15, 0.8)  # of logprobs, in the mean and at most: with activations in 8 bits, and in bfloat16
 
 
-def generated(folder: Path, place: Place, batches: list[list[list[int]]], dtype: str, quantization: str, eager: bool) -> list[RequestOutput]:
-    settings = {"dtype": dtype, "quantization": quantization, "enforce_eager": eager, "max_num_seqs": 16, "num_gpu_blocks_override": 400}
+def generated(folder: Path, place: Place, batches: list[list[list[int]]], dtype: str, form: str, eager: bool) -> list[RequestOutput]:
+    settings = {"dtype": dtype, "quantization": form, "enforce_eager": eager, "max_num_seqs": 16, "num_gpu_blocks_override": 400}
     with open_engine(folder, place, enable_prefix_caching=False, **settings) as llm:
         return [output for batch in batches for output in llm.generate(batch, PARAMS, use_tqdm=False)]
 
