@@ -13,11 +13,13 @@ from torch import Tensor
 from octavo.attention.backend import load_backend
 from octavo.errors import ConfigError, LoadError
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.layers.comm import Comm, NullComm
 from octavo.loading.checkpoint import Checkpoint, FileCheckpoint
 from octavo.loading.loader import StoredParameters, load_packed, load_weights
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
+from octavo.loading.shape import model_shape
 from octavo.loading.sharded import of_rank
 from octavo.loading.stacked import unstacked
 from octavo.model_config import ModelConfig
@@ -27,6 +29,7 @@ from octavo.quant.schemes import UNQUANTIZED, Packed
 from tests.support.batches import Pool, run_steps
 from tests.support.mixtures import MIXTURES, fused, plain_folder, to_mixture_gguf, to_mxfp4
 from tests.support.packers import published
+from tests.support.quantized_models import Kind, fp8_config, in_fp8
 from tests.support.ranks import on_ranks
 
 BACKEND = load_backend("cpu")
@@ -134,6 +137,29 @@ def test_quantised_experts_stay_codes_in_one_stack(tmp_path: Path) -> None:
     assert isinstance(mlp.experts.gate_up.codes, DeviceCodes) and len(mlp.experts.gate_up.codes) == 4 * 2 * 32
     assert mlp.router.scheme is UNQUANTIZED
     assert close(logits(model), expected, tolerance=2e-3)  # offsets are rounded to float16
+
+
+def test_experts_in_fp8_become_codes_and_the_rest_stays_8_bit_floats(tmp_path: Path) -> None:
+    folder, kind = plain_folder(tmp_path, "MixtralForCausalLM"), Kind("fp8", 8, scales="rows")
+    stored, floats = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = floats[name] = weight
+        if "experts" in name or "self_attn" in name:
+            module, wide = name.removesuffix(".weight"), stored.pop(name)
+            codes, floats[name] = in_fp8(module, wide, kind)
+            stored |= codes
+    save_file(floats, folder / "model.safetensors")
+    expected = logits(in_floats(*opened(folder), NullComm()))
+    save_file(stored, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": fp8_config(kind)}))
+    model = in_codes(*opened(folder), NullComm())
+    layer: Any = model.layers[0]
+    assert isinstance(layer.mlp.experts.down.codes, DeviceCodes) and layer.mlp.experts.down.codes.bits == 8
+    assert isinstance(layer.attention.qkv.fp8, Fp8Matrix) and layer.mlp.router.scheme is UNQUANTIZED
+    assert close(logits(model), expected, tolerance=1e-2)
+    planned = {one.matrix.name: one.codes for one in model_shape(str(folder)).kept("float32", "auto", "cuda")}
+    assert planned["qkv"] and planned["qkv"].fp8_span and planned["experts_down"] and not planned["experts_down"].fp8_span
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
