@@ -158,8 +158,10 @@ def _packed(source: str, module: str, size: int, columns: int, quantization: Qua
 
 def _form(codes: Codes | None, device: str, fp8: bool) -> Codes | None:
     """Returns the form in which codes are kept. On a GPU those with a table have 8 bits, that stand for themselves."""
-    if codes is None or (codes.table and device == "cuda"):
-        return codes if codes is None else Codes(8, codes.group, codes.order)
+    if codes is None:
+        return None
+    if codes.table and device == "cuda":
+        return Codes(8, codes.group, codes.order)
     return codes if fp8 else replace(codes, fp8_span=0)
 
 

@@ -27,6 +27,7 @@ from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, 
 from octavo.loading.renamed import under_rules
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
+from octavo.loading.shape import dummy_shape
 from octavo.loading.sharded import StagedCheckpoint, of_rank
 from octavo.loading.stacked import unstacked
 from octavo.log import Stopwatch, logger
@@ -192,7 +193,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
         whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
     if dummy:
-        in_fp8 = {weight.name for weight in facts.shape.weights}
+        in_fp8 = {weight.name for weight in dummy_shape(facts.source, facts.whole).weights}
         stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device, facts.source.quantization, in_fp8)
     else:
         stored = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)

@@ -18,7 +18,7 @@ from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.triton.gemv.gemv import gemv
 from octavo.kernels.triton.gemv.merge import merge_gemv, merge_heads
-from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, fp8_tiles, merge_tiles, product_tiles
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, fp8_row_tiles, merge_tiles, product_tiles
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, converts_fp8
 
@@ -162,7 +162,7 @@ def _gemv(
     _check(x, weight)
     padded = triton.next_power_of_2(size)
     values, scale, span = _parts(weight)
-    chosen = tiles or (fp8_tiles if span else product_tiles)(padded, wide, gated)
+    chosen = tiles or (fp8_row_tiles if span else product_tiles)(padded, wide, gated)
     out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
     given = front or Front(x, None, 0.0)
     stream = torch.empty_like(x) if front else x
