@@ -1,4 +1,4 @@
-"""FP8 folders of either naming on a device, in bfloat16: what 8-bit weights and activations cost, in long steps and in short ones."""
+"""FP8 folders of either naming on a device, under graphs and without, against the same weights in floats."""
 
 from pathlib import Path
 from random import Random
@@ -23,13 +23,13 @@ WIDE = {
 
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2)
-LONG, SHORT = (0.7, 4.0), (0.15, 0.8)  # of logprobs, in the mean and at most: with activations in 8 bits, and in bfloat16
+LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (0.7, 4.0)}  # of logprobs, in the mean and at most: with activations as they are, and in 8 bits
 
 
-def generated(folder: Path, place: Place, batches: list[list[list[int]]], dtype: str, form: str, eager: bool) -> list[RequestOutput]:
+def generated(folder: Path, place: Place, asked: list[list[int]], dtype: str, form: str, eager: bool) -> list[RequestOutput]:
     settings = {"dtype": dtype, "quantization": form, "enforce_eager": eager, "max_num_seqs": 16, "num_gpu_blocks_override": 400}
-    with open_engine(folder, place, enable_prefix_caching=False, **settings) as llm:
-        return [output for batch in batches for output in llm.generate(batch, PARAMS, use_tqdm=False)]
+    with open_engine(folder, place, **settings) as llm:
+        return llm.generate(asked, PARAMS, use_tqdm=False)
 
 
 def differences(found: list[RequestOutput], reference: list[RequestOutput]) -> list[float]:
@@ -44,19 +44,16 @@ def differences(found: list[RequestOutput], reference: list[RequestOutput]) -> l
 # promise: model-folder-compressed
 @PLACES
 @pytest.mark.parametrize("name", KINDS)
-def test_eight_bits_cost_what_they_cost_and_steps_of_a_few_tokens_less(
-    name: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twelve prompts at once, decoded side by side; and short ones, one at a time, which are read and decoded without rounding."""
+def test_texts_are_those_of_the_floats_but_for_8_bits(name: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 activations are not rounded. The logits of this model spread by 6, and rounding moves them by 8 % of that."""
     for field, value in {"SHAPES": WIDE, "HIDDEN": 512, "INNER": 1024, "HEADS": 8}.items():
         monkeypatch.setattr(quantized_models, field, value)
     folder, _ = write_both(tmp_path, KINDS[name])
     rng = Random(3)
-    together = [[[rng.randrange(320) for _ in range(rng.randint(2, 40))] for _ in range(12)]]
-    alone = [[[rng.randrange(320) for _ in range(length)]] for length in (8, 3, 8, 5, 7, 8)]
-    for batches, (mean, most) in ((together, LONG), (alone, SHORT)):
-        exact = generated(folder, place, batches, "float32", "none", eager=True)
+    asked = [[rng.randrange(320) for _ in range(rng.randint(2, 40))] for _ in range(12)]
+    exact = generated(folder, place, asked, "float32", "none", eager=True)
+    for dtype, (mean, most) in LIMITS.items():
         for eager in (False, True) if place == "cuda" else (True,):
-            spread = differences(generated(folder, place, batches, "bfloat16", "auto", eager), exact)
-            print(f"{name}: {len(spread)} logprobs, off by {sum(spread) / len(spread):.4f} in the mean, {max(spread):.3f} at most")
-            assert len(spread) > 40 and sum(spread) / len(spread) < mean and max(spread) < most
+            spread = differences(generated(folder, place, asked, dtype, "auto", eager), exact)
+            print(f"{name}, {dtype}: {len(spread)} logprobs, off by {sum(spread) / len(spread):.4f} in the mean, {max(spread):.3f} at most")
+            assert len(spread) > 300 and sum(spread) / len(spread) < mean and max(spread) < most
