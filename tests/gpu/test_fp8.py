@@ -23,7 +23,7 @@ WIDE = {
 
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2)
-LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (0.7, 4.0)}  # of logprobs, in the mean and at most: with activations as they are, and in 8 bits
+LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (0.7, 4.0)}  # of logprobs, in the mean and at most: activations as they are, and in 8 bits
 
 
 def generated(folder: Path, place: Place, asked: list[list[int]], dtype: str, form: str, eager: bool) -> list[RequestOutput]:
