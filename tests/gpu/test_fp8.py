@@ -14,7 +14,6 @@ KINDS = {
     "fp8 in blocks": Kind("fp8", 8, 64, sym=True),
     "fp8 of whole matrices": Kind("fp8", 8, 64, sym=True, scales="tensor"),
     "compressed-tensors by rows": Kind("fp8", 8, 64, sym=True, scales="rows", compressed=True, architecture="Qwen2ForCausalLM"),
-    "compressed-tensors in blocks": Kind("fp8", 8, 64, sym=True, compressed=True),
 }
 WIDE = {
     "self_attn.q_proj": (512, 512), "self_attn.k_proj": (128, 512), "self_attn.v_proj": (128, 512), "self_attn.o_proj": (512, 512),
