@@ -1,6 +1,6 @@
 """The published loads on one NVIDIA GPU, with random weights of the shapes of published models.
 
-    python bench/gpu_loads.py [--model 0.6B] [--loads single,nano256] [--profile] [--busy] [--steps]
+    python bench/gpu_loads.py [--model 0.6B] [--fp8 rows] [--loads single,nano256] [--profile] [--busy] [--steps]
 
 Each model runs in this process, the loads in turn, each after a warm-up; `ready` is the time from the start of the process to the
 first token, with whatever is in Triton's cache (TRITON_CACHE_DIR on an empty folder makes it a cold start).
@@ -51,6 +51,11 @@ GEMMA_3_4B = {
 MODELS = {
     "0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B, "30B-A3B": QWEN3_30B_A3B, "gemma-3-4b": GEMMA_3_4B, "gpt-oss-20b-bf16": GPT_OSS_20B,
     "gpt-oss-20b": dict(GPT_OSS_20B, quantization_config={"quant_method": "mxfp4"}),
+}  # fmt: skip
+FP8 = {
+    "rows": {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"], "config_groups": {"group_0": {
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}},
+    "blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
 AIMS = {
     "0.6B": {"single": 1600, "nano256": 30_000, "many1024": 30_000, "prefill": 450_000, "prefix": 16_000},
@@ -121,6 +126,7 @@ class StepTimes:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.6B", choices=MODELS)
+    parser.add_argument("--fp8", choices=FP8, help="random 8-bit floats, with a scale for each row or for blocks of 128 x 128")
     parser.add_argument("--loads", default=",".join(loads.GPU))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperatures", default="0.6", help="0 is greedy")
@@ -131,7 +137,8 @@ def main() -> None:
     args = parser.parse_args()
     settings = dict(item.split("=", 1) for item in args.set)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODELS[args.model]))
+        quantised = {"quantization_config": FP8[args.fp8]} if args.fp8 else {}
+        Path(folder, "config.json").write_text(json.dumps(MODELS[args.model] | quantised))
         given = {name: json.loads(value) if value[0].isdigit() or value in ("true", "false") else value for name, value in settings.items()}
         llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, **{"device": "cuda"} | given)
     run(llm, [([1, 2, 3], 1)], 0)

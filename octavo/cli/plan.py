@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.loading.names import NAME
 from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
+from octavo.policy.model_size import Codes
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Html, Report, Section, pictured, said, table
 from octavo.server_config import check_setting
@@ -310,7 +311,7 @@ def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -
     found: dict[str, MatrixForm] = {}
     for one in shape.kept(needs.dtype, config.quantization, needs.device):
         parts = [weights[part] for part in one.matrix.parts if part in weights]
-        kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit weights in groups of {one.codes.group}"
+        kept = needs.dtype if one.codes is None else _form(one.codes, one.matrix.columns)
         if shape.expands(one, config.quantization):
             kept += " (their parts cannot be merged or split as quantised)"
         form = found.get(kept, MatrixForm(kept, {}, [], 0))
@@ -318,6 +319,12 @@ def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -
         kinds = dict.fromkeys([*form.stored, *(part.kind for part in parts)])
         found[kept] = MatrixForm(kept, dict(matrices), list(kinds), form.nbytes + one.nbytes)
     return list(found.values())
+
+
+def _form(codes: Codes, columns: int) -> str:
+    if codes.fp8_span:
+        return "8-bit floats with a scale for each row" if codes.fp8_span == columns else f"8-bit floats in blocks of {codes.fp8_span}"
+    return f"{codes.bits}-bit weights in groups of {codes.group}"
 
 
 # -- as a report

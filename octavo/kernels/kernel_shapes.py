@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 
 from octavo.kernels.gates import Gate
 
+FP8_BLOCK = 128  # rows and columns of 8-bit floats that share a scale, where blocks do
+
 
 class PackedShape(NamedTuple):
     """A matrix of a model that is kept as codes."""
@@ -17,6 +19,15 @@ class PackedShape(NamedTuple):
     gated: bool = False  # it is gate over up
     table: bool = False  # of what stands for its codes
     floats: bool = False  # the table is that of MXFP4
+
+
+class Fp8Shape(NamedTuple):
+    """A matrix of a model that is kept as 8-bit floats."""
+
+    out_features: int
+    in_features: int
+    span: int  # columns that share a scale
+    bias: bool = False
 
 
 class AttentionShape(NamedTuple):
@@ -57,6 +68,7 @@ class KernelShapes:
     qk_norm: Literal["heads", "whole"] | None
     attentions: tuple[AttentionShape, ...]  # one of each kind
     packed: tuple[PackedShape, ...] = ()
+    fp8: tuple[Fp8Shape, ...] = ()
     gate: Gate = "swiglu"
     norms: Literal["before", "after", "both"] = "before"
     wide_norms: bool = False  # whose weights are float32

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention as reference_attention
+from octavo.kernels.reference import fp8 as reference_fp8
 from octavo.kernels.reference import layer as reference_layer
 from octavo.kernels.reference import mixture as reference_mixture
 from octavo.kernels.reference import partial_attention as reference_partial
@@ -176,7 +178,7 @@ def norm_linear(
     residual: Tensor,
     norm_weight: Tensor | None,  # None: the product is that of the sum itself
     eps: float,
-    weight: Tensor,
+    weight: Tensor | Fp8Matrix,
     bias: Tensor | None,
     after: Tensor | None = None,  # norms x before it is added
     scale: float = 1.0,  # of what is added
@@ -208,7 +210,7 @@ def gate_up(
     residual: Tensor,
     norm_weight: Tensor | None,
     eps: float,
-    weight: Tensor,  # [2 * size, in], gate over up
+    weight: Tensor | Fp8Matrix,  # [2 * size, in], gate over up
     after: Tensor | None = None,
     scale: float = 1.0,
     gate: Gate = "swiglu",
@@ -231,7 +233,7 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
     return merged
 
 
-def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def few_linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Tensor:
     """Returns x W^T [rows, out]. x: [rows, in]; weight: [out, in]"""
     product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_layer).linear(x, weight, bias)
     return product
@@ -339,6 +341,12 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
     """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
     weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_layer).unpack(weight, dtype, rows)
     return weights
+
+
+def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]; more than a few rows of it are rounded to 8 bits, too."""
+    product: Tensor = (_triton("fp8.products") if x.is_cuda else reference_fp8).fp8_linear(x, weight, bias, out)
+    return product
 
 
 def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_fact
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
 from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.policy.split import Part
+from octavo.quant.fp8 import Quantised
 from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import OF_CACHE, QuantConfig
 
@@ -43,8 +44,8 @@ class Checkpoint(Protocol):
         """Returns a dense tensor, in the float type of the file, or in float32 if it was quantised. It may be a view of the file."""
         ...
 
-    def packed(self, name: str) -> PackedWeight | None:
-        """Returns a quantised matrix as codes, or None if it is stored as floats."""
+    def packed(self, name: str) -> Quantised | None:
+        """Returns a quantised matrix as codes or 8-bit floats, or None if it is stored as wider floats."""
 
     def fingerprint(self) -> bytes: ...
 
@@ -59,8 +60,8 @@ class FileCheckpoint(Checkpoint, Protocol):
         """Returns a part of what `read` returns."""
         ...
 
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
-        """Returns a part as codes, or None if it is stored as floats, or has to become floats."""
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
+        """Returns a part of what `packed` returns, or None if it has to become floats."""
 
 
 def _listed(names: set[str]) -> str:
@@ -135,7 +136,7 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> Tensor:
         return self.read_part(name, WHOLE)
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def packed(self, name: str) -> Quantised | None:
         return self.packed_part(name, WHOLE)
 
     def check_part(self, name: str, part: Part) -> None:
@@ -148,7 +149,7 @@ class SafetensorsCheckpoint:
         with self._named():
             return self._packed[name].floats(self._stored, part)
 
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
         if name not in self._packed:
             return None
         with self._named():

@@ -16,12 +16,15 @@ from octavo.errors import LoadError
 from octavo.kernels.cpu.gguf_blocks import largest_of_blocks
 from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q4, Q8, NativeLibrary
 from octavo.kernels.cpu.packing import Blocks, PackedMatrix, pack_blocks, pack_codes, pack_float
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.layers.linear import Embedding, Linear, LMHead, MergedLinear
+from octavo.layers.mixture import ExpertStack
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
+from octavo.quant.fp8 import Fp8Weight, Quantised, folded, on_device
 from octavo.quant.packed import PackedWeight, concatenate, factor_for, mergeable
-from octavo.quant.schemes import UNQUANTIZED, Packed
+from octavo.quant.schemes import FP8, UNQUANTIZED, Packed
 
 NAMES_SHOWN = 8
 
@@ -123,8 +126,9 @@ def _finalize(model: Decoder) -> None:
 
 # -- matrix by matrix, so that no dense copy of a model is ever held
 #
-# Quantised parts stay codes. Parts that make up one matrix (q, k, v) must be of one kind: codes take the most bits and the
-# smallest group of any. If one of them is stored as floats, or has its columns in another order, all of them become floats.
+# Quantised parts stay codes, and 8-bit floats stay such on a device. Parts that make up one matrix (q, k, v) must be of one kind:
+# codes take the most bits and the smallest group of any. If one of them is stored as floats, or has its columns in another order, all
+# of them become floats.
 
 
 class StoredParameters:
@@ -170,11 +174,17 @@ class StoredParameters:
         return parts if len(parts) == len(found) and len({part.shape[1] for part in parts}) == 1 else None
 
     def codes(self, name: str) -> PackedWeight | None:
-        parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts) or not mergeable(found):
-            return None
-        return found[0] if len(found) == 1 else concatenate(found)
+        return _joined(self._quantised(name))
+
+    def codes_or_fp8(self, name: str, device: torch.device) -> PackedWeight | Fp8Matrix | None:
+        """As `codes`, but 8-bit floats stay such, and come on a device, if kernels there can read their scales."""
+        parts = self._quantised(name)
+        floats = [part for part in parts if isinstance(part, Fp8Weight)]
+        fp8 = on_device(floats, device) if len(floats) == len(parts) else None
+        return _joined(parts) if fp8 is None else fp8
+
+    def _quantised(self, name: str) -> list[Quantised | None]:
+        return [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
 
     def _labels(self, name: str) -> list[str]:
         """Returns the labels of a parameter's parts, or of the parameter if one weight of the checkpoint has all of them."""
@@ -182,6 +192,14 @@ class StoredParameters:
         if name in self._stored:
             return [name]
         return [f"{name}[{part}]" for part in module.parts] if isinstance(module, MergedLinear) else [name]
+
+
+def _joined(parts: list[Quantised | None]) -> PackedWeight | None:
+    """Returns the codes of a matrix, or None if it has to be floats."""
+    found = [folded(part) for part in parts if part is not None]
+    if len(found) < len(parts) or not mergeable(found):
+        return None
+    return found[0] if len(found) == 1 else concatenate(found)
 
 
 class NativeWeights:
@@ -263,18 +281,24 @@ def load_packed(model: Decoder, stored: StoredParameters) -> None:
     """
     for name, parameter in model.named_parameters():  # norms and biases: the matrices are not there yet
         stored.copy(name, parameter.data)
+    of_experts = {linear for stack in model.modules() if isinstance(stack, ExpertStack) for linear in stack.children()}
     for name, module in model.named_modules():
         if isinstance(module, (Linear, Embedding, LMHead)) and not (isinstance(module, LMHead) and module.tied is not None):
-            _fill(module, f"{name}.weight", stored, model)
+            _fill(module, f"{name}.weight", stored, model, as_fp8=module not in of_experts and model.comm.size == 1)
 
 
-def _fill(layer: Linear | Embedding | LMHead, name: str, stored: StoredParameters, model: Decoder) -> None:
+def _fill(layer: Linear | Embedding | LMHead, name: str, stored: StoredParameters, model: Decoder, as_fp8: bool) -> None:
+    """`as_fp8`: 8-bit floats stay such, where their scales allow it; else they become codes"""
     device, dtype = model.device, model.dtype
     looked_up = isinstance(layer, Embedding) and not model.config.tie_embeddings
-    codes = None if looked_up else stored.codes(name)
     assert isinstance(layer.scheme, Packed)
-    if codes is not None:
-        layer.scheme.fill(layer, codes, device)
+    kept = None if looked_up else stored.codes_or_fp8(name, device) if as_fp8 else stored.codes(name)
+    if isinstance(kept, Fp8Matrix):
+        layer.scheme = FP8
+        FP8.fill(layer, kept)
+        return
+    if kept is not None:
+        layer.scheme.fill(layer, kept, device)
         return
     layer.scheme = UNQUANTIZED
     layer.weight = nn.Parameter(torch.empty(stored.shape(name), dtype=dtype, device=device), requires_grad=False)

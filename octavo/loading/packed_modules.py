@@ -17,8 +17,7 @@ from torch import Tensor
 from octavo.errors import LoadError
 from octavo.policy.split import Part
 from octavo.quant.compressed import check_compressed, unpack_compressed
-from octavo.quant.fp8 import Fp8Weight, check_fp8, unpack_fp8
-from octavo.quant.packed import PackedWeight
+from octavo.quant.fp8 import Fp8Weight, Quantised, check_fp8, unpack_fp8
 from octavo.quant.quant_config import PARTS, STACKED_CODES, WHOLE_NUMBERS, QuantConfig
 from octavo.quant.zero_point import Layout, ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
 
@@ -63,12 +62,13 @@ class PackedModule:
             return weight.dequantize()
         return cut(weight.dequantize(), Part(columns=part.columns))
 
-    def codes(self, read: Callable[[str], Tensor], part: Part) -> PackedWeight | None:
+    def codes(self, read: Callable[[str], Tensor], part: Part) -> Quantised | None:
         """With act-order the columns of a rank come from any group. It keeps codes only where they are whole groups."""
-        weight: Fp8Weight | ZeroPointWeight | None = self._unpacked(read, part)
-        if isinstance(weight, ZeroPointWeight) and weight.order is not None and part.columns is not None:
-            weight = weight.of_columns(part.columns)
-        return None if weight is None else weight.fold()
+        weight = self._unpacked(read, part)
+        if isinstance(weight, Fp8Weight):
+            return weight
+        in_groups = weight if weight.order is None or part.columns is None else weight.of_columns(part.columns)
+        return None if in_groups is None else in_groups.fold()
 
     def _unpacked(self, read: Callable[[str], Tensor], part: Part) -> Fp8Weight | ZeroPointWeight:
         """Returns these rows and columns, but with act-order all columns: which of them a rank has is known when they are read."""

@@ -13,7 +13,7 @@ from octavo.errors import LoadError
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.models.family import Rules
 from octavo.policy.split import Part
-from octavo.quant.packed import PackedWeight
+from octavo.quant.fp8 import Quantised
 
 
 def under_rules(stored: FileCheckpoint, rules: Rules) -> FileCheckpoint:
@@ -46,7 +46,7 @@ class RenamedCheckpoint:
     def read(self, name: str) -> Tensor:
         return self._stored.read(self._stored_name[name])
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def packed(self, name: str) -> Quantised | None:
         return self._stored.packed(self._stored_name[name])
 
     def check_part(self, name: str, part: Part) -> None:
@@ -55,7 +55,7 @@ class RenamedCheckpoint:
     def read_part(self, name: str, part: Part) -> Tensor:
         return self._stored.read_part(self._stored_name[name], part)
 
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
         return self._stored.packed_part(self._stored_name[name], part)
 
     def fingerprint(self) -> bytes:

@@ -7,7 +7,7 @@
 
 The native program and a GPU keep the codes, and torch gets the numbers that they stand for. A GPU has larger groups. Floats become
 codes on the device that will hold them. Dummy weights are drawn as codes: quantising random numbers gives other random numbers.
-So are those that the model's config says are codes of MXFP4.
+So are those that the model's config says are codes of MXFP4. Where it says FP8, they are 8-bit floats with scales, as a file has them.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,13 @@ from octavo.models.registry import describe
 from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
 from octavo.policy.split import Part
+from octavo.quant.fp8 import Fp8Weight, Quantised
 from octavo.quant.packed import PackedWeight, quantize
+from octavo.quant.quant_config import FP8_GROUP, QuantConfig, whole_group
 
 STD = 0.02  # of random weights
 FP4_SCALE = 2.0**-9  # or twice that: the numbers of FP4, which a table has doubled, are 5.9 in the mean
+FP8_SPREAD = 60.0  # of random 8-bit floats, of which none is as large as the largest there is
 CPU = torch.device("cpu")
 POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
 
@@ -43,13 +46,20 @@ class DummyCheckpoint:
     """Random weights of a plausible size, for trying out shapes: the same for the same seed, and made when they are read.
 
     There is one for every weight of `model`, which may be on the meta device. Norms become ones.
-    `codes`: the form of those weights that are drawn as codes
+    `codes`: the form of those weights that are drawn as codes; `quantization`: what the config says of them
     """
 
     source = "dummy weights"
 
-    def __init__(self, model: Decoder, seed: int, device: torch.device = CPU, codes: Mapping[str, Codes] = MappingProxyType({})) -> None:
-        self._seed, self._codes = seed, codes
+    def __init__(
+        self,
+        model: Decoder,
+        seed: int,
+        device: torch.device = CPU,
+        codes: Mapping[str, Codes] = MappingProxyType({}),
+        quantization: QuantConfig | None = None,
+    ) -> None:
+        self._seed, self._codes, self._quantization = seed, codes, quantization
         targets = weight_targets(model)
         self._shapes = {name: tuple(target.values.shape) for name, target in targets.items()}
         self._plus = {name: target.plus for name, target in targets.items()}
@@ -81,13 +91,26 @@ class DummyCheckpoint:
     def read_part(self, name: str, part: Part) -> Tensor:
         return cut(self.read(name), part)
 
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
         packed = self.packed(name)
+        if isinstance(packed, Fp8Weight):
+            start = (0 if part.rows is None else part.rows.start, 0 if part.columns is None else part.columns.start)
+            return replace(packed, values=cut(packed.values, part), start=start)
         if packed is None or (part.columns is not None and (part.columns.start | part.columns.stop) % packed.group):
             return None
         groups = None if part.columns is None else range(part.columns.start // packed.group, part.columns.stop // packed.group)
         scale, offset = (cut(table, Part(part.rows, groups)) for table in (packed.scale, packed.offset))
         return replace(packed, codes=cut(packed.codes, part), scale=scale, offset=offset)
+
+    def _draw_fp8(self, name: str, fp8: QuantConfig) -> Fp8Weight:
+        """Returns a matrix of random 8-bit floats. Its scales differ by a factor of three at most."""
+        n, k = self._shapes[name]
+        rows, columns = fp8.block or (1, k)
+        values = (self._taken(self._pool, name, n * k).view(n, k) * (FP8_SPREAD / STD)).to(torch.float8_e4m3fn)
+        count = -(-n // rows) * -(-k // columns)
+        scale = (0.5 + self._taken(self._bytes, name, count).cpu() / 256) * (STD / FP8_SPREAD)
+        module = name.removesuffix(".weight")
+        return Fp8Weight(module, values, scale.view(-(-n // rows), -1), (rows, columns), (0, 0), whole_group(name, FP8_GROUP, k))
 
     def draw(self, name: str, codes: Codes) -> PackedWeight:
         """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""
@@ -110,8 +133,12 @@ class DummyCheckpoint:
             count, start = count - len(pieces[-1]), 0
         return torch.cat(pieces)
 
-    def packed(self, name: str) -> PackedWeight | None:
-        return self.draw(name, self._codes[name]) if name in self._codes else None
+    def packed(self, name: str) -> Quantised | None:
+        if name not in self._codes:
+            return None
+        if self._quantization is not None and self._quantization.layout == "fp8":
+            return self._draw_fp8(name, self._quantization)
+        return self.draw(name, self._codes[name])
 
     def fingerprint(self) -> bytes:
         return b"dummy%d" % self._seed

@@ -36,7 +36,7 @@ from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import EXPERT_STACKS, ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import DECIDING, Codes, Kept, requantised, weight_bytes
+from octavo.policy.model_size import DECIDING, Codes, Kept, fits_fp8, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
 from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
@@ -152,7 +152,8 @@ def _packed(source: str, module: str, size: int, columns: int, quantization: Qua
     elif quantization.layout == "fp8":
         group_size = FP8_GROUP
     group = whole_group(f"{source}: {module}.{quantization.codes_part}", group_size, columns)
-    codes = MXFP4_CODES if quantization.method == "mxfp4" else Codes(quantization.bits, group, order)
+    span = quantization.fp8_span(columns)
+    codes = MXFP4_CODES if quantization.method == "mxfp4" else Codes(quantization.bits, group, order, fp8_span=span)
     return StoredWeight(f"{module}.weight", quantization.shown, size, codes)
 
 
@@ -261,11 +262,21 @@ class ModelShape:
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
         """Returns what each weight becomes when it is read, for a CPU or a GPU."""
         if quantization == "auto":
-            scattered = self._scattered()
-            return {weight.name: None if weight.name in scattered else weight.codes for weight in self.weights}
+            scattered, fp8 = self._scattered(), self._fp8() if device == "cuda" else set()
+            forms = {weight.name: weight.codes for weight in self.weights}
+            return {
+                name: codes if codes is None or name in fp8 else None if name in scattered else replace(codes, fp8_span=0)
+                for name, codes in forms.items()
+            }
         if quantization == "none":
             return {}
         return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}
+
+    def _fp8(self) -> set[str]:
+        """Returns the weights that a GPU keeps as 8-bit floats. Ranks keep codes."""
+        spans = {weight.name: weight.codes.fp8_span for weight in self.weights if weight.codes is not None}
+        matrices = [one for one in self.model.matrices if all(fits_fp8(one, spans.get(part, 0)) for part in one.parts)]
+        return {part for one in matrices for part in one.parts} if self.ranks == 1 else set()
 
     def _scattered(self) -> set[str]:
         """Returns the weights whose codes a rank cannot keep. With act-order the columns of a rank come from any group.
@@ -315,14 +326,6 @@ def _hub_shape(name: HubName, overrides: dict[str, Any] | None) -> ModelShape:
     return ModelShape(name.shown, config, headers.weight_bytes, weights)
 
 
-def dummy_shape(source: ModelSource, config: ModelConfig) -> ModelShape:
-    """Returns the shape of random weights: floats, and experts in MXFP4 where the config says so."""
-    quantized = source.quantization
-    if quantized is None or quantized.method != "mxfp4":
-        return ModelShape(source.name, config)
-    return ModelShape(source.name, config, None, of_description(describe(config), str(source.path), quantized))
-
-
 def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
     if source.kind == "gguf":
         tensors = source.gguf.tensors.values()
@@ -336,6 +339,14 @@ def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
     if stored_bytes is None:
         return ModelShape(source.name, config, None, of_description(describe(config), str(source.path), source.quantization))
     return ModelShape(source.name, config, stored_bytes, of_folder(files, str(source.path), source.quantization, family_of(config).rules))
+
+
+def dummy_shape(source: ModelSource, config: ModelConfig) -> ModelShape:
+    """Returns the shape of random weights: floats, or MXFP4 and FP8 where the config says so."""
+    stored = source.quantization
+    if stored is None or (stored.method != "mxfp4" and stored.layout != "fp8"):
+        return ModelShape(source.name, config)
+    return ModelShape(source.name, config, None, of_description(describe(config), str(source.path), stored))
 
 
 def _weight_files(folder: Path) -> list[Path]:

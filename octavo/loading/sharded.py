@@ -21,7 +21,8 @@ from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import describe, rank_parts
 from octavo.policy.split import Part
-from octavo.quant.packed import PackedWeight, concatenate
+from octavo.quant.fp8 import Quantised, folded
+from octavo.quant.packed import concatenate
 
 
 def of_rank(
@@ -80,9 +81,9 @@ class ShardedCheckpoint:
         pieces = [self._stored.read_part(name, piece) for piece in _pieces(part)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def packed(self, name: str) -> Quantised | None:
         pieces = [self._stored.packed_part(name, piece) for piece in _pieces(self._part(name))]
-        found = [piece for piece in pieces if piece is not None]
+        found = [folded(piece) for piece in pieces if piece is not None]
         if len(found) < len(pieces):
             return None
         return found[0] if len(found) == 1 else concatenate(found)
@@ -131,7 +132,7 @@ class StagedCheckpoint:
     def read(self, name: str) -> Tensor:
         return self._stored.read(self._stored_name[name])
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def packed(self, name: str) -> Quantised | None:
         return self._stored.packed(self._stored_name[name])
 
     def fingerprint(self) -> bytes:

@@ -21,6 +21,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.family import MAX_EXPERTS, of_expert
 from octavo.models.registry import family_of
 from octavo.policy.split import Part
+from octavo.quant.fp8 import Quantised
 from octavo.quant.packed import PackedWeight, pack
 from octavo.quant.quant_config import MXFP4_GROUP, STACKED_CODES
 
@@ -116,7 +117,7 @@ class UnstackedCheckpoint:
     def read(self, name: str) -> Tensor:
         return self.read_part(name, WHOLE)
 
-    def packed(self, name: str) -> PackedWeight | None:
+    def packed(self, name: str) -> Quantised | None:
         return self.packed_part(name, WHOLE)
 
     def check_part(self, name: str, part: Part) -> None:
@@ -141,7 +142,7 @@ class UnstackedCheckpoint:
     def _rows(self, place: _Place, end: str) -> Tensor:
         return self._stored.read(place.tensor + end)[place.expert][place.turn :: place.turns]
 
-    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
         place = self._places.get(name)
         if place is None:
             return self._stored.packed_part(name, part)

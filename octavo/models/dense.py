@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionBackend, FewBackend, Rope
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.ops import (
     few_linear,
+    gate_and_mul,
     gate_up,
     merge_linear,
     merge_parts,
@@ -16,9 +18,8 @@ from octavo.kernels.ops import (
     norm_linear,
     norm_router,
     packed_gate_up,
-    packed_linear,
 )
-from octavo.kernels.triton.gemv.tiles import MAX_HELD  # rules alone: no triton there
+from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD  # rules alone: no triton there
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MLP, Linear, RMSNorm
@@ -26,7 +27,7 @@ from octavo.layers.mixture import Mixture, Routing
 from octavo.models.decoder import Decoder, Scales
 from octavo.models.dense_family import DenseConfig
 from octavo.policy.description import MLPShape
-from octavo.quant.schemes import UNQUANTIZED, Packed, QuantScheme, Unquantized
+from octavo.quant.schemes import UNQUANTIZED, Fp8, Packed, QuantScheme, Unquantized
 
 
 class DenseLayer(nn.Module):
@@ -131,9 +132,9 @@ class DenseModel(Decoder):
 #     few_linear               down
 #
 # Of a mixture, the last two are four: the router with what stands before it, the choice, gate and up, down. A norm after the last
-# product is a kernel of its own. For matrices that are kept as codes, norms and the merge are separate kernels. The result is that of
-# the plain layer. A single stream waits for one kernel after the other, so fewer of them make it faster; and each begins while the
-# one before still runs.
+# product is a kernel of its own. For matrices that are kept as codes, norms and the merge are separate kernels; for 8-bit floats the
+# merge is, and from two rows on the norms, too. The result is that of the plain layer. A single stream waits for one kernel after the
+# other, so fewer of them make it faster; and each begins while the one before still runs.
 
 
 def few_rows(layer: DenseLayer) -> int:
@@ -144,7 +145,7 @@ def few_rows(layer: DenseLayer) -> int:
         known = mlp.gate_up.bias is None
     else:
         linears, known = (attention.qkv, attention.output, mlp.router), layer.mlp_norm is not None
-    known &= all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
+    known &= all(isinstance(linear.scheme, (Unquantized, Packed, Fp8)) and linear.in_features <= MAX_HELD for linear in linears)
     return attention.backend.few_rows if known else 0
 
 
@@ -164,16 +165,16 @@ def few(layer: DenseLayer, x: Tensor, residual: Tensor, batch: ForwardBatch) -> 
 
 
 def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-    if _is_packed(linear):
+    if not _is_fused(linear, len(x)):
         x, residual = _read(x, residual, norm)
-        return packed_linear(x, *_parameters(linear)), residual
+        return linear.scheme.apply(linear, x), residual
     return norm_linear(x, residual, *_norm(norm), *_parameters(linear))
 
 
 def _norm_router(
     router: Linear, x: Tensor, residual: Tensor, norm: RMSNorm, after: RMSNorm | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_packed(router):
+    if not isinstance(router.scheme, Unquantized):
         x = x if after is None else after.alone(x)
         x, residual = norm(x if scale == 1 else x * scale, residual)
         return router(x), x, residual
@@ -186,33 +187,35 @@ def _norm(norm: RMSNorm | None) -> tuple[Tensor | None, float]:
 
 
 def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
-    if _is_packed(linear):
-        return packed_linear(merge_parts(parts, parts_lse, dtype), *_parameters(linear))
-    return merge_linear(parts, parts_lse, *_parameters(linear))
+    if isinstance(linear.scheme, Unquantized):
+        return merge_linear(parts, parts_lse, *_parameters(linear))
+    return linear.scheme.apply(linear, merge_parts(parts, parts_lse, dtype))
 
 
 def _gate_up(
     mlp: MLP, x: Tensor, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     linear = mlp.gate_up
-    if _is_packed(linear):
+    if not _is_fused(linear, len(x)):
         x = x if after is None else after.alone(x)
         x, residual = _read(x if scale == 1 else x * scale, residual, norm)
-        return packed_gate_up(x, _parameters(linear)[0], mlp.activation), residual
+        if isinstance(linear.scheme, Packed):
+            return packed_gate_up(x, cast(DeviceCodes, linear.codes), mlp.activation), residual
+        return gate_and_mul(linear.scheme.apply(linear, x), mlp.activation), residual
     weight, eps = _norm(norm)
     of_after, after_eps = _norm(after)
     return gate_up(x, residual, weight, eps or after_eps, _parameters(linear)[0], of_after, scale, mlp.activation)
 
 
 def _linear(linear: Linear, x: Tensor) -> Tensor:
-    product = packed_linear if _is_packed(linear) else few_linear
-    return product(x, *_parameters(linear))
+    return few_linear(x, *_parameters(linear)) if isinstance(linear.scheme, Unquantized) else linear.scheme.apply(linear, x)
 
 
-def _is_packed(linear: Linear) -> bool:
-    return isinstance(linear.scheme, Packed)
+def _is_fused(linear: Linear, rows: int) -> bool:
+    """Whether one kernel computes the product and what stands before it."""
+    return isinstance(linear.scheme, Unquantized) or (isinstance(linear.scheme, Fp8) and rows <= FP8_GEMV_ROWS)
 
 
 def _parameters(linear: Linear) -> tuple[Any, Tensor | None]:
-    """Returns the matrix, a tensor or codes, and the bias."""
-    return linear.codes if _is_packed(linear) else linear.weight, cast(Tensor | None, linear.bias)
+    """Returns the matrix, a tensor or one of 8-bit floats, and the bias."""
+    return linear.fp8 if isinstance(linear.scheme, Fp8) else linear.weight, cast(Tensor | None, linear.bias)

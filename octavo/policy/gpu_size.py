@@ -1,6 +1,7 @@
 """What the engine holds on a GPU beside the KV pool, counted from shapes as `native_size.py` does for the CPU.
 
-    weights    codes stay codes, in words of 16 bits whose spans of 32 columns stand side by side; floats in the dtype of the run
+    weights    codes stay codes, in words of 16 bits whose spans of 32 columns stand side by side; 8-bit floats stay such, with
+               scales in float32; floats in the dtype of the run
     a step     the logits of all rows; the residual stream and what is largest in a layer, or what draws
     graphs     what captured steps keep for themselves: measured on an H200, and counted so
     rows       a line of words for each (`kernels/row_words.py`), the step's own tensors, the rotation tables
@@ -46,7 +47,7 @@ def gpu_weight_bytes(model: ModelDescription, item: int, stored: Mapping[str, Co
 
 
 def gpu_slab_bytes(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> int:
-    sizes = [one.matrix.numbers for one in gpu_matrices(model, item, stored) if one.codes is not None]
+    sizes = [one.matrix.numbers for one in gpu_matrices(model, item, stored) if one.codes is not None and not one.codes.fp8_span]
     return min(max(sizes, default=0), SLAB) * item
 
 
@@ -98,6 +99,9 @@ def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     bias = matrix.rows * item if matrix.bias else 0
     if codes is None:
         return matrix.rows * matrix.columns * item + bias
+    if codes.fp8_span:
+        scales = matrix.rows if codes.fp8_span == matrix.columns else matrix.numbers // codes.fp8_span**2
+        return matrix.numbers + scales * FLOAT32 + bias
     block = CODE_WORD // codes.bits * min(codes.group, SPAN)
     columns = -(-matrix.columns // block) * block  # filled up
     groups = -(-columns // codes.group)

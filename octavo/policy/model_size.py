@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from octavo.policy.cache_spec import ITEM_BYTES
-from octavo.policy.description import Matrix, ModelDescription
+from octavo.policy.description import EXPERT_STACKS, Matrix, ModelDescription
 
 SCALE_AND_OFFSET = 4  # bytes for each group of codes
 DECIDING = ("router", "shared_gate")  # small matrices that say which experts count, and how much: they stay floats
@@ -29,6 +29,7 @@ class Codes:
     group: int
     order: str = ""  # tells orders of columns apart; empty: as they stand
     table: str = ""  # tells tables of values apart, of codes of 4 bits; empty: codes stand for themselves
+    fp8_span: int = 0  # of 8-bit floats: columns that share a scale, those of a row or of a square block; 0: there are none, or codes
 
 
 def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
@@ -38,6 +39,12 @@ def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
     bits = 8 if quantization == "int8" or matrix.vocabulary else 4
     groups = _GPU_GROUPS if device == "cuda" else _GROUPS[bits]
     return next((Codes(bits, group) for group in groups if matrix.columns % group == 0), None)
+
+
+def fits_fp8(matrix: Matrix, span: int) -> bool:
+    """Whether a GPU keeps a matrix as 8-bit floats. Its kernels read a scale for each row, or for whole blocks of 128 x 128."""
+    in_blocks = span > 0 and not any(size % span for size in (matrix.columns, *matrix.parts.values()))
+    return matrix.name not in EXPERT_STACKS and (span == matrix.columns or in_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,8 @@ def _merged(parts: list[Codes | None]) -> Codes | None:
         return None
     table = codes[0].table if len({part.table for part in codes}) == 1 else None
     bits = max(part.bits for part in codes) if table is not None else 8
-    return Codes(bits, min(part.group for part in codes), codes[0].order, table or "")
+    span = codes[0].fp8_span if len({part.fp8_span for part in codes}) == 1 else 0
+    return Codes(bits, min(part.group for part in codes), codes[0].order, table or "", span)
 
 
 def weight_bytes(model: ModelDescription, dtype: str) -> int:

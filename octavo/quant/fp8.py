@@ -4,23 +4,27 @@
     MODULE.weight_scale       one number, [n] or [n, 1], or [n / rows, k / columns] of blocks, where the last may be smaller
     MODULE.weight_scale_inv   the same thing by another name; it is multiplied, too
 
-torch gets w = weight * scale as floats. The native program and a GPU keep codes of 8 bits: the largest weight of a group of 32
-columns is 127 steps from zero, so that a weight is off by at most 1/254 of it, and by what float16 does to a scale. That adds
-2 to 4 % to the error that rounding to e4m3 made. Scales of activations are not read.
+torch gets w = weight * scale as floats. A GPU keeps the 8-bit floats (`kernels/fp8_matrix.py`). The native program keeps codes of 8
+bits, and so does a GPU of experts and of other scales: the largest weight of a group of 32 columns is 127 steps from zero, so that a
+weight is off by at most 1/254 of it, and by what float16 does to a scale. That adds 2 to 4 % to the error that rounding to e4m3 made.
+Scales of activations are not read.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
+from octavo.kernels.fp8_matrix import Fp8Matrix
+from octavo.kernels.kernel_shapes import FP8_BLOCK
 from octavo.quant.packed import CHUNK, PackedWeight, even_line, fitting_factor, nearest_codes
 from octavo.quant.quant_config import FP8_GROUP, QuantConfig, whole_group
 from octavo.quant.zero_point import SCALE_DTYPES, Described, Layout, take
 
 LARGEST = 448  # of e4m3
+NO_NUMBER = 0x7F  # bits of a NaN, but for its sign
 
 
 def check_fp8(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
@@ -49,13 +53,14 @@ def _scale_name(tensors: Mapping[str, Described], name: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """w[row, column] = values[row, column] * scale[scale_of[row], column]"""
+    """Rows and columns of a module, from `start` on. A row and a column of the module are in block row // rows, column // columns."""
 
     name: str  # of the module
     values: Tensor  # [rows, columns] float8, a view of the file
-    scale: Tensor  # [rows of blocks, columns or 1] float32
-    scale_of: Tensor  # [rows]: the row of blocks that each row is in
-    group: int
+    scale: Tensor  # [rows of blocks, columns of blocks] float32, of the whole module
+    block: tuple[int, int]  # rows and columns that share a scale
+    start: tuple[int, int]
+    group: int  # of codes
 
     def dequantize(self) -> Tensor:
         """Returns the weights in float32."""
@@ -80,10 +85,54 @@ class Fp8Weight:
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
         n, k = self.values.shape
-        height = max(1, CHUNK // k)
+        height, scale = max(1, CHUNK // k), self.scale[:, self._blocks(1)]
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
-            yield rows, self.values[rows].float().mul_(self.scale[self.scale_of[rows]])
+            yield rows, self.values[rows].float().mul_(scale[self._blocks(0)[rows]])
+
+    def _blocks(self, axis: int) -> Tensor:
+        """Returns the block of each row (axis 0) or column (axis 1)."""
+        return (torch.arange(self.values.shape[axis]) + self.start[axis]) // self.block[axis]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether all columns of a row share a scale."""
+        return self.start[1] // self.block[1] == (self.start[1] + self.values.shape[1] - 1) // self.block[1]
+
+    @property
+    def by_whole_blocks(self) -> bool:
+        return self.block == (FP8_BLOCK, FP8_BLOCK) and not any(size % FP8_BLOCK for size in (*self.start, *self.values.shape))
+
+    def device_scale(self) -> Tensor:
+        """Returns the scales as kernels of a GPU read them: of rows or of whole blocks."""
+        if self.by_rows:
+            return self.scale[self._blocks(0), self.start[1] // self.block[1]]
+        return self.scale[self._blocks(0)[::FP8_BLOCK]][:, self._blocks(1)[::FP8_BLOCK]]
+
+
+Quantised = PackedWeight | Fp8Weight
+
+
+def folded(weight: Quantised) -> PackedWeight:
+    return weight.fold() if isinstance(weight, Fp8Weight) else weight
+
+
+def on_device(parts: Sequence[Fp8Weight], device: torch.device) -> Fp8Matrix | None:
+    """Returns one matrix with the rows of all parts, or None if kernels for 8-bit floats cannot read such scales."""
+    k = parts[0].values.shape[1]
+    if all(part.by_rows for part in parts):
+        span = k
+    elif all(part.by_whole_blocks for part in parts):
+        span = FP8_BLOCK
+    else:
+        return None
+    values = torch.empty(sum(len(part.values) for part in parts), k, dtype=torch.uint8, device=device)
+    for part, rows in zip(parts, values.split([len(part.values) for part in parts]), strict=True):
+        rows.copy_(part.values.view(torch.uint8))
+        if bool((rows & NO_NUMBER == NO_NUMBER).any()):
+            raise LoadError(f"{part.name}.weight: a weight is not a number")
+    scale = torch.cat([part.device_scale() for part in parts]).to(device)
+    return Fp8Matrix(values.view(torch.float8_e4m3fn), scale, span)
 
 
 def unpack_fp8(
@@ -97,10 +146,7 @@ def unpack_fp8(
     scale = tensors[scale_name].float()
     if not bool(scale.isfinite().all()):
         raise LoadError(f"{scale_name}: a scale is not finite")
-    if config.block is None:
-        scale, rows_of_block = scale.reshape(-1, 1), layout.n if scale.numel() == 1 else 1
-    else:
-        rows_of_block, columns_of_block = config.block
-        scale = scale[:, torch.arange(cut.columns.start, cut.columns.stop) // columns_of_block]
-    scale_of = torch.arange(cut.rows.start, cut.rows.stop) // rows_of_block
-    return Fp8Weight(name, tensors[f"{name}.weight"][of_rows, of_columns], scale, scale_of, len(cut.columns) // len(cut.groups))
+    block = config.block or (layout.n if scale.numel() == 1 else 1, layout.k)
+    scale, start = scale if config.block else scale.reshape(-1, 1), (cut.rows.start, cut.columns.start)
+    values = tensors[f"{name}.weight"][of_rows, of_columns]
+    return Fp8Weight(name, values, scale, block, start, len(cut.columns) // len(cut.groups))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import LoadError
+from octavo.kernels.kernel_shapes import FP8_BLOCK
 
 METHODS = ("awq", "gptq", "fp8", "mxfp4", "compressed-tensors")
 MXFP4_GROUP = 32
@@ -61,6 +62,14 @@ class QuantConfig:
     def converts(self, module: str) -> bool:
         """Whether a linear layer of this name is quantised; a name that contains one of the exceptions is not."""
         return not any(_found(part, module) for part in self.modules_to_not_convert)
+
+    def fp8_span(self, columns: int) -> int:
+        """Returns how many columns of a row share a scale, if these are 8-bit floats whose scales kernels of a GPU may read; else 0."""
+        if self.layout != "fp8":
+            return 0
+        if self.block is None or self.block[1] >= columns:
+            return columns
+        return FP8_BLOCK if self.block == (FP8_BLOCK, FP8_BLOCK) else 0
 
     @property
     def codes_part(self) -> str:

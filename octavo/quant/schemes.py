@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.kernels.device_codes import DeviceCodes, block_size
-from octavo.kernels.ops import packed_gate_up, packed_linear, silu_and_mul, unpack
+from octavo.kernels.fp8_matrix import Fp8Matrix
+from octavo.kernels.ops import fp8_linear, packed_gate_up, packed_linear, silu_and_mul, unpack
+from octavo.kernels.reference.fp8 import widen
 from octavo.kernels.reference.layer import pack_words
 from octavo.kernels.reference.products import multiply
 from octavo.kernels.reference.table_kinds import FP4_TABLE
@@ -65,17 +67,21 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 #
 # Weights are repacked once when they are loaded (`kernels/device_codes.py` draws the layout) and stay codes. A model built with the
 # scheme `Packed` has no matrices until `loading/loader.py` has read them, so that codes are never held as floats. A matrix that
-# cannot be codes makes its layer an `Unquantized` one.
+# cannot be codes makes its layer an `Unquantized` one, and one of 8-bit floats an `Fp8` one.
 
 CHUNK = 1 << 24  # codes repacked at a time
+
+
+def _without_matrix(layer: nn.Module, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+    layer.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
+    layer.dtype = dtype  # type: ignore[assignment]  # a module holds what it likes, which its stub does not know
 
 
 class Packed:
     """The layer's parameters are those of its `codes`."""
 
     def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        layer.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
-        layer.dtype = dtype  # type: ignore[assignment]  # a module holds what it likes, which its stub does not know
+        _without_matrix(layer, out_features, bias, dtype)
 
     def fill(self, layer: nn.Module, weight: PackedWeight, device: torch.device) -> None:
         layer.codes = codes = repack(weight, device)  # type: ignore[assignment]
@@ -95,6 +101,33 @@ class Packed:
 
     def rows(self, layer: nn.Module, index: Tensor) -> Tensor:
         return unpack(cast(DeviceCodes, layer.codes), cast(torch.dtype, layer.dtype), index)
+
+
+class Fp8:
+    """8-bit floats with scales. The layer's parameters are those of `fp8`."""
+
+    def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        _without_matrix(layer, out_features, bias, dtype)
+
+    def fill(self, layer: nn.Module, matrix: Fp8Matrix) -> None:
+        layer.fp8 = matrix  # type: ignore[assignment]
+        layer.register_parameter("weight", nn.Parameter(matrix.values, requires_grad=False))
+        layer.register_parameter("weight_scale", nn.Parameter(matrix.scale, requires_grad=False))
+
+    def finalize(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return fp8_linear(x, cast(Fp8Matrix, layer.fp8), cast(Tensor | None, layer.bias), out)
+
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return silu_and_mul(self.apply(layer, x))
+
+    def rows(self, layer: nn.Module, index: Tensor) -> Tensor:
+        return widen(cast(Fp8Matrix, layer.fp8), index).to(cast(torch.dtype, layer.dtype))
+
+
+FP8 = Fp8()
 
 
 def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:

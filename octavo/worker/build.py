@@ -67,6 +67,7 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
         _compile_ahead(facts, geometry, compilers)
     stored = _open_stored(facts)
     facts.warn_of_floats()
+    facts.tell_of_fp8()
     with out_of_memory_explained(facts.needs, facts.config):
         return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
 
@@ -193,7 +194,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
     dummy = config.load_format == "dummy"
     if dummy:
         codes = {weight.name: weight.codes for weight in dummy_shape(facts.source, facts.whole).weights if weight.codes is not None}
-        stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device, codes)
+        stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device, codes, facts.source.quantization)
     else:
         stored = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)
     found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)

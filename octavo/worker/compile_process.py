@@ -25,13 +25,13 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.child import die_with
-from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, KernelShapes, PackedShape
+from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, Fp8Shape, KernelShapes, PackedShape
 from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
 SLOW = (  # slowest first
     "prefill_hopper", "prefill", "draw_fallback", "packed_gemm", "packed_gemv", "settle", "packed_small_gemm", "merge_gemv", "fused_decode",
-    "decode", "nearest", "gather", "weigh", "adjust_rows",
+    "decode", "fp8_tiles", "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
 MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
@@ -127,15 +127,15 @@ def say(results: int, *words: str) -> None:
     os.write(results, " ".join(" ".join(words).split()).encode() + b"\n")
 
 
-LISTED: dict[str, Any] = {"packed": PackedShape, "attentions": AttentionShape}
+LISTED: dict[str, Any] = {"packed": PackedShape, "fp8": Fp8Shape, "attentions": AttentionShape}
 
 
 def read_wanted(line: str) -> Wanted:
     words = json.loads(line)
     shapes = words.pop("shapes")
-    packed, attentions = (tuple(kind(*one) for one in shapes.pop(name)) for name, kind in LISTED.items())
+    listed: Any = {name: tuple(kind(*one) for one in shapes.pop(name)) for name, kind in LISTED.items()}
     experts = shapes.pop("experts")
-    found = KernelShapes(**shapes, packed=packed, attentions=attentions, experts=experts and ExpertShape(**experts))
+    found = KernelShapes(**shapes, **listed, experts=experts and ExpertShape(**experts))
     return Wanted(found, **words)
 
 

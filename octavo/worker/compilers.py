@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from octavo.attention.spec import AttentionSpec
 from octavo.child import command
-from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, KernelShapes, PackedShape
+from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, Fp8Shape, KernelShapes, PackedShape
 from octavo.log import Stopwatch, logger
 from octavo.policy.description import Experts, LayerShape, ModelDescription
 from octavo.policy.model_size import Codes, Kept
@@ -52,7 +52,12 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
         return None
     codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
-    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, *_table(form)) for one, form in codes}
+    packed = {
+        PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, *_table(form))
+        for one, form in codes
+        if not form.fp8_span
+    }
+    fp8 = {Fp8Shape(one.rows, one.columns, form.fp8_span, one.bias) for one, form in codes if form.fp8_span}
     spec = mixers[0]
     return KernelShapes(
         vocab=model.vocab_size,
@@ -67,6 +72,7 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
         qk_norm=spec.qk_norm,
         attentions=tuple({(one.window is None, one.rotated): one for one in map(_attention, mixers)}.values()),
         packed=tuple(sorted(packed)),
+        fp8=tuple(sorted(fp8)),
         gate=layer.mlp.activation,
         norms=layer.norms,
         wide_norms=any(vector.wide for vector in model.vectors),

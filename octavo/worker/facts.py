@@ -10,6 +10,7 @@ from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
+from octavo.kernels.fp8_matrix import FP8_EXACT_ROWS, rounds_x
 from octavo.layers.comm import Comm
 from octavo.layers.context_parallel import over_context
 from octavo.layers.gloo_comm import GlooComm
@@ -95,6 +96,15 @@ class Facts:
         if names:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
+    def tell_of_fp8(self) -> None:
+        """Logs how many matrices stay 8-bit floats, and what they are multiplied by."""
+        count = sum(one.codes is not None and one.codes.fp8_span > 0 for one in self.kept)
+        known = self.device.type == "cpu" or torch.cuda.get_device_capability(self.device) >= (8, 9)
+        rounded = known and rounds_x(FP8_EXACT_ROWS + 1, getattr(torch, self.dtype))
+        by = f"8-bit floats in steps of more than {FP8_EXACT_ROWS} tokens, padding included" if rounded else self.dtype
+        if count:
+            logger.info("Matrices of 8-bit floats: %d of %d, multiplied by %s", count, len(self.kept), by)
+
 
 def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE) -> Facts:
     """Settles everything that needs no weights, in the order in which one thing decides on the next.
@@ -178,7 +188,7 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
 
 
 def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, ...], computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are.
+    """Returns the shape of the weights there are, or of random ones.
 
     `ranks`: that share the model, that share a context, and that have whole experts each
     """

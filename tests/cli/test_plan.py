@@ -207,6 +207,19 @@ def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
     assert "of it bfloat16 (their parts cannot be merged or split as quantised): 2 output, 2 down (from GPTQ)" in rank
 
 
+# promise: quantised-weights-stay
+def test_a_plan_for_a_gpu_keeps_8_bit_floats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of 128 columns have a scale each; longer ones have blocks. A CPU has codes."""
+    quantized, _ = write_both(tmp_path, Kind("fp8", 8, 64, sym=True))
+    gpu = ["plan", str(quantized), "--dtype", "bfloat16", "--memory", "20g", "--device", "cuda"]
+    assert main(gpu) == 0
+    shown = capsys.readouterr().out
+    assert "of it 8-bit floats with a scale for each row: 2 qkv, 2 output, 2 gate_up (from FP8)" in shown
+    assert "of it 8-bit floats in blocks of 128: 2 down (from FP8)" in shown
+    main([*gpu[:-2], "--device", "cpu"])
+    assert "of it 8-bit weights in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from FP8)" in capsys.readouterr().out
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{")
     for word in (str(tmp_path / "config.json"), str(tmp_path / "absent"), str(tmp_path)):

@@ -1,4 +1,4 @@
-"""Quantised models as a GPU keeps them, codes that stay codes, on the runner of a device: the kernels' twins compute.
+"""Quantised models as a GPU keeps them, codes that stay codes and 8-bit floats, on the runner of a device: the kernels' twins compute.
 
 They say what the same models in the floats of those codes say, they take the bytes that were planned, and paging stays invisible.
 """
@@ -34,7 +34,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 class Form:
     """A checkpoint of a test, and how it is to be kept."""
 
-    folder: Kind | None = None  # AWQ or GPTQ
+    folder: Kind | None = None  # AWQ, GPTQ or FP8
     gguf: str | None = None  # or a GGUF file of this kind, or floats
     kinds: dict[str, str] = field(default_factory=dict)
     tie: bool = False
@@ -54,6 +54,9 @@ FORMS = {
     "GPTQ with orders that differ": Form(Kind("gptq", group_size=32, act_order=True, own_orders=True), floats="2 qkv, 2 gate_up"),
     "GGUF, also the vocabulary": Form(gguf="Q8_0", tie=True),
     "GGUF of several kinds": Form(gguf="Q4_0", kinds={"attn_v": "F16", "ffn_up": "Q8_0", "ffn_down": "Q5_0"}, floats="2 qkv"),
+    "FP8 in blocks": Form(Kind("fp8", 8, 64, sym=True)),
+    "FP8 by rows, with biases": Form(Kind("fp8", 8, 64, sym=True, scales="rows", compressed=True, architecture="Qwen2ForCausalLM")),
+    "FP8 of whole matrices": Form(Kind("fp8", 8, 64, sym=True, scales="tensor")),
     "int4 of floats": Form(quantization="int4"),
     "int8 of codes": Form(gguf="Q4_0", quantization="int8"),
     "floats of codes": Form(gguf="Q8_0", quantization="none"),
@@ -125,7 +128,7 @@ def test_codes_say_what_their_floats_say_and_take_what_was_planned(tmp_path: Pat
 
 
 # promise: quantised-weights-stay
-@pytest.mark.parametrize(("name", "depth"), [("GPTQ with orders that differ", 1), ("GGUF, also the vocabulary", 2)])
+@pytest.mark.parametrize(("name", "depth"), [("GPTQ with orders that differ", 1), ("GGUF, also the vocabulary", 2), ("FP8 in blocks", 2)])
 def test_paging_is_invisible(tmp_path: Path, name: str, depth: int) -> None:
     path = FORMS[name].write(tmp_path)
     source = resolve_model(str(path))

@@ -106,6 +106,7 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "fused_decode", "add_norm", "gate_rows", "scale_tile"}
     products = {"gemv", "merge_gemv", "merge_heads"}
     products |= {"route", "line_up", "gate_up_row", "down_row", "multiply_tiles", "sum_choices"}
+    products |= {"round_row", "fp8_tiles"}
     products |= {"gate_up_codes", "down_codes", "multiply_tiles_of_codes"}
     products |= {"packed_gemv", "packed_small_gemm", "packed_gemm", "sum_shares", "unpack_tile"}
     sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "draw_fallback", "stand", "nearest"}

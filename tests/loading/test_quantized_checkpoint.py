@@ -16,6 +16,7 @@ from octavo.loading.files import read_header
 from octavo.loading.resolve import open_checkpoint, resolve_model
 from octavo.loading.shape import StoredWeight, model_shape
 from octavo.policy.model_size import Codes
+from octavo.quant.fp8 import Fp8Weight
 from tests.support.packers import published
 from tests.support.quantized_models import SHAPES, Kind, write_both, write_model
 from tests.support.tiny_files import write_files
@@ -77,9 +78,9 @@ def test_floats_of_8_bits_are_one_weight_in_codes_and_in_floats(tmp_path: Path) 
     assert sorted(checkpoint.names()) == sorted(expected)
     assert all(torch.equal(checkpoint.read(name), weight) for name, weight in expected.items())
     packed = checkpoint.packed(f"{QUERY}.weight")
-    assert packed is not None and (packed.bits, packed.group) == (8, 32)
+    assert isinstance(packed, Fp8Weight) and (packed.fold().bits, packed.fold().group) == (8, 32)
     found = {weight.name: weight for weight in model_shape(str(quantized)).weights}
-    assert found[f"{QUERY}.weight"] == StoredWeight(f"{QUERY}.weight", "FP8", 128 * 128, Codes(8, 32))
+    assert found[f"{QUERY}.weight"] == StoredWeight(f"{QUERY}.weight", "FP8", 128 * 128, Codes(8, 32, fp8_span=128))
 
 
 def test_words_tell_a_plan_what_is_stored(tmp_path: Path) -> None:

@@ -13,22 +13,25 @@ from torch import Tensor
 from octavo.attention.backend import load_backend
 from octavo.errors import ConfigError, LoadError
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.layers.comm import Comm, NullComm
 from octavo.loading.checkpoint import Checkpoint, FileCheckpoint
 from octavo.loading.loader import StoredParameters, load_packed, load_weights
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
-from octavo.loading.shape import dummy_shape
+from octavo.loading.shape import dummy_shape, model_shape
 from octavo.loading.sharded import of_rank
 from octavo.loading.stacked import unstacked
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, rank_config
 from octavo.policy.split import Part
+from octavo.quant.fp8 import folded
 from octavo.quant.schemes import UNQUANTIZED, Packed, repack
 from tests.support.batches import Pool, run_steps
 from tests.support.mixtures import MIXTURES, fused, plain_folder, to_mixture_gguf, to_mxfp4
 from tests.support.packers import published
+from tests.support.quantized_models import Kind, fp8_config, in_fp8, write_model
 from tests.support.ranks import on_ranks
 
 BACKEND = load_backend("cpu")
@@ -136,6 +139,26 @@ def test_quantised_experts_stay_codes_in_one_stack(tmp_path: Path) -> None:
     assert isinstance(mlp.experts.gate_up.codes, DeviceCodes) and len(mlp.experts.gate_up.codes) == 4 * 2 * 32
     assert mlp.router.scheme is UNQUANTIZED
     assert close(logits(model), expected, tolerance=2e-3)  # offsets are rounded to float16
+
+
+def test_experts_in_fp8_become_codes_and_the_rest_stays_8_bit_floats(tmp_path: Path) -> None:
+    """They say what those codes say in floats."""
+    folder, kind = plain_folder(tmp_path, "MixtralForCausalLM"), Kind("fp8", 8, scales="rows")
+    raw, stored = json.loads((folder / "config.json").read_text()), {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        in_eight = "experts" in name or "self_attn" in name
+        stored |= in_fp8(name.removesuffix(".weight"), weight, kind)[0] if in_eight else {name: weight}
+    quantized = write_model(tmp_path / "fp8", raw | {"quantization_config": fp8_config(kind)}, stored)
+    config, checkpoint = opened(quantized)
+    model = in_codes(config, checkpoint, NullComm())
+    layer: Any = model.layers[0]
+    assert isinstance(layer.mlp.experts.down.codes, DeviceCodes) and layer.mlp.experts.down.codes.bits == 8
+    assert isinstance(layer.attention.qkv.fp8, Fp8Matrix) and layer.mlp.router.scheme is UNQUANTIZED
+    packed = {name: checkpoint.packed(name) for name in checkpoint.names() if "experts" in name}
+    floats = {name: folded(packed[name]).dequantize() if name in packed else checkpoint.read(name) for name in checkpoint.names()}  # type: ignore[arg-type]
+    assert close(logits(model), logits(in_floats(*opened(write_model(tmp_path / "floats", raw, floats)), NullComm())), tolerance=1e-4)
+    planned = {one.matrix.name: one.codes for one in model_shape(str(quantized)).kept("float32", "auto", "cuda")}
+    assert planned["qkv"] and planned["qkv"].fp8_span and planned["experts_down"] and not planned["experts_down"].fp8_span
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

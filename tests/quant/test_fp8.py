@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, LoadError
-from octavo.quant.fp8 import unpack_fp8
+from octavo.kernels.reference.fp8 import widen
+from octavo.quant.fp8 import on_device, unpack_fp8
 from octavo.quant.quant_config import QuantConfig
 
 NAME = "model.layers.0.mlp.down_proj"
 FP8 = QuantConfig("fp8", 8, -1, sym=True)
+CPU = torch.device("cpu")
 N, K = 200, 320  # the last blocks of 128 x 128 are smaller
 
 
@@ -86,8 +88,38 @@ def test_spoiled_tensors_are_refused_by_name(part: str, value: Tensor | None, bl
         unpack_fp8(tensors, NAME, replace(FP8, block=block)).fold()
 
 
-def test_a_weight_that_is_no_number_is_refused_by_name() -> None:
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_a_weight_that_is_no_number_is_refused_by_name(bits: int) -> None:
     tensors = stored(torch.ones(1))
-    tensors[f"{NAME}.weight"].view(torch.uint8)[150, 3] = 0x7F
-    with pytest.raises(LoadError, match=f"{NAME}.weight: a weight is not a number"):
-        unpack_fp8(tensors, NAME, FP8).fold()
+    tensors[f"{NAME}.weight"].view(torch.uint8)[150, 3] = bits
+    weight = unpack_fp8(tensors, NAME, FP8)
+    for keep in (weight.fold, lambda: on_device([weight], CPU)):
+        with pytest.raises(LoadError, match=f"{NAME}.weight: a weight is not a number"):
+            keep()
+
+
+@pytest.mark.parametrize(("scale", "block", "suffix"), FORMS)
+def test_a_device_keeps_exact_floats_or_codes(scale: Tensor, block: tuple[int, int] | None, suffix: str) -> None:
+    """Kernels know scales of rows and of whole blocks of 128 x 128. The last blocks of this matrix are smaller."""
+    weight = unpack_fp8(stored(scale, suffix), NAME, replace(FP8, block=block))
+    kept = on_device([weight, weight], CPU)
+    assert (kept is None) == (block is not None)
+    if kept is not None:
+        assert torch.equal(widen(kept), torch.cat([weight.dequantize()] * 2)) and not kept.blocks
+    narrow = unpack_fp8(stored(scale, suffix), NAME, replace(FP8, block=block), range(30, 130), range(64, 128))
+    part = on_device([narrow], CPU)
+    assert part is not None and torch.equal(widen(part), narrow.dequantize())  # of one block, its rows have a scale each
+
+
+def test_whole_blocks_stay_blocks_when_parts_are_joined() -> None:
+    values = torch.randn(384, 512, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    tensors = {f"{NAME}.weight": values, f"{NAME}.weight_scale_inv": scales(3, 4)}
+    config = replace(FP8, block=(128, 128))
+    whole = unpack_fp8(tensors, NAME, config)
+    parts = [unpack_fp8(tensors, NAME, config, rows, range(128, 384)) for rows in (range(128), range(256, 384))]
+    kept = on_device(parts, CPU)
+    assert kept is not None and kept.blocks and kept.scale.shape == (2, 2)
+    assert torch.equal(widen(kept), torch.cat([whole.dequantize()[:128, 128:384], whole.dequantize()[256:, 128:384]]))
+    index = torch.tensor([200, 3])
+    assert torch.equal(widen(kept, index), widen(kept)[index])
+    assert on_device([unpack_fp8(tensors, NAME, config, range(64, 192))], CPU) is None  # begins within a block

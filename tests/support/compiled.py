@@ -28,11 +28,14 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.fp8_matrix import zero_fp8
 from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.fp8.products import by_tiles, fp8_linear, rule
+from octavo.kernels.triton.fp8.rules import exact_tiles
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
@@ -157,6 +160,16 @@ def compile_packed(rows: int, group: int = 128, size: int = SIZE) -> None:
     packed_linear(torch.empty(rows, size, **BF16), zero_codes(1024, size, 4, group, "cpu"))
 
 
+def compile_fp8() -> None:
+    """Of both kinds of scales; where torch would multiply, as other GPUs do."""
+    for span in (SIZE, 128):
+        weight = zero_fp8(1024, SIZE, span, "cpu")
+        for rows in (1, 8, 16, 100):
+            assert rule(rows, weight, torch.bfloat16) != "torch"
+            fp8_linear(torch.empty(rows, SIZE, **BF16), weight)
+        by_tiles(torch.empty(600, SIZE, **BF16), None, weight, None, torch.bfloat16, exact_tiles(600, 1024, SIZE))
+
+
 def compile_sampling() -> None:
     index = torch.zeros(4, dtype=torch.int64)
     logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
@@ -176,6 +189,7 @@ def compile_every() -> None:
     silu_and_mul(x), add_rms_norm(x, x, torch.empty(SIZE, **BF16), 1e-6)
     gate_and_mul(x, "geglu"), norm_add_norm(x, x, torch.empty(SIZE), torch.empty(SIZE), 1e-6), scale_logits(x, 0.5, 30.0)
     compile_mixtures()
+    compile_fp8()
     compile_sampling()
     for rows in (1, 4, 16, 64, 256):
         compile_packed(rows)

@@ -32,12 +32,14 @@ class Kind:
     first_format: bool = True  # of GPTQ's two
     architecture: str = "LlamaForCausalLM"
     tie: bool = False
+    scales: str = "blocks"  # of FP8: or "rows", or "tensor"
+    compressed: bool = False  # FP8 under the names of compressed-tensors
 
     @property
     def config(self) -> dict[str, Any]:
         table: dict[str, Any] = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
         if self.method == "fp8":
-            return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+            return fp8_config(self)
         if self.method in ("words", "bytes"):
             return compressed_config(self)
         if self.method == "awq":
@@ -51,7 +53,7 @@ def write_both(folder: Path, kind: Kind) -> tuple[Path, Path]:
     codes, floats = dict(rest), dict(rest)
     for name, source in _modules(kind).items():
         if kind.method == "fp8":
-            stored, floats[f"{name}.weight"] = in_fp8(name, source.weight())
+            stored, floats[f"{name}.weight"] = in_fp8(name, source.weight(), kind)
             codes |= stored
         else:
             codes |= _stored(source, name, kind)
@@ -73,12 +75,26 @@ def _stored(source: Published, name: str, kind: Kind) -> dict[str, Tensor]:
     return source.words(name, kind.sym) if kind.method == "words" else source.bytes(name, kind.sym)
 
 
-def in_fp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """(floats of 8 bits with a scale for each block of 128 x 128, the floats that they stand for)"""
-    scale = torch.stack([torch.stack([block.abs().amax() / 448 for block in rows.split(128, 1)]) for rows in weight.split(128)])
-    in_full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-    values = (weight / in_full).to(torch.float8_e4m3fn)
-    return {f"{name}.weight": values, f"{name}.weight_scale_inv": scale}, values.float() * in_full
+def in_fp8(name: str, weight: Tensor, kind: Kind) -> tuple[dict[str, Tensor], Tensor]:
+    """(floats of 8 bits with scales for blocks of 128 x 128, for rows or for the whole matrix; the floats that they stand for)"""
+    height, wide = {"blocks": (128, 128), "rows": (1, weight.shape[1]), "tensor": tuple(weight.shape)}[kind.scales]
+    scale = torch.stack([torch.stack([block.abs().amax() / 448 for block in rows.split(wide, 1)]) for rows in weight.split(height)])
+    in_full = scale.repeat_interleave(height, 0).repeat_interleave(wide, 1)[: weight.shape[0], : weight.shape[1]]
+    values, inverse = (weight / in_full).to(torch.float8_e4m3fn), kind.scales == "blocks" and not kind.compressed
+    stored = scale.squeeze() if kind.scales == "tensor" else scale
+    return {f"{name}.weight": values, f"{name}.weight_scale{'_inv' if inverse else ''}": stored}, values.float() * in_full
+
+
+def fp8_config(kind: Kind) -> dict[str, Any]:
+    if not kind.compressed:
+        block = {"weight_block_size": [128, 128]} if kind.scales == "blocks" else {}
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", **block}
+    strategy = {"blocks": "block", "rows": "channel", "tensor": "tensor"}[kind.scales]
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": [128, 128] if strategy == "block" else None}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}},
+    }  # fmt: skip
 
 
 def compressed_config(kind: Kind) -> dict[str, Any]:

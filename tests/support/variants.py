@@ -22,8 +22,10 @@ from triton.runtime.driver import driver
 from octavo.attention.triton import TritonBackend
 from octavo.config import Debug
 from octavo.kernels import ops
-from octavo.kernels.kernel_shapes import PackedShape
+from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
+from octavo.kernels.kernel_shapes import Fp8Shape, PackedShape
 from octavo.kernels.row_words import RowLayout
+from octavo.kernels.triton.fp8 import products as fp8
 from octavo.layers.comm import NullComm
 from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
@@ -42,6 +44,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
 from octavo.worker.request_table import RequestTable
 
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
 QWEN3 = DenseConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -49,10 +52,12 @@ QWEN3 = DenseConfig(
     mlp_bias=False, qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
 )  # fmt: skip
 MODELS = [
-    (QWEN3, "bfloat16", False),
-    (replace(QWEN3, hidden_size=1024, qkv_bias=True), "bfloat16", True),
-    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=None, qkv_bias=True, windows=(None, 64)), "float16", False),
-    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=None, head_dim=48, tie_embeddings=False), "float32", False),
+    (QWEN3, "bfloat16", ""),
+    (replace(QWEN3, hidden_size=1024, qkv_bias=True), "bfloat16", "codes"),
+    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=None, qkv_bias=True, windows=(None, 64)), "float16", ""),
+    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=None, head_dim=48, tie_embeddings=False), "float32", ""),
+    (replace(QWEN3, hidden_size=512, intermediate_size=1024), "bfloat16", "fp8 blocks"),
+    (replace(QWEN3, qkv_bias=True), "bfloat16", "fp8 rows"),
 ]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -95,26 +100,34 @@ def record() -> set[str]:
     return met
 
 
-class ZeroCodes:
-    """Stands for a checkpoint whose layers have nothing but zeros, as codes; the rest is floats."""
+class ZeroWeights:
+    """Stands for a checkpoint whose layers have nothing but zeros, as codes or as 8-bit floats; the rest is floats."""
 
-    def __init__(self, config: DenseConfig) -> None:
+    def __init__(self, config: DenseConfig, form: str) -> None:
         heads, kv_heads, inner, self.config = config.num_heads, config.num_kv_heads, config.intermediate_size, config
+        self.form = form
         self.shapes = {
             "qkv": ((heads + 2 * kv_heads) * config.head_dim, config.hidden_size), "gate_up": (2 * inner, config.hidden_size),
             "output": (config.hidden_size, heads * config.head_dim), "down": (config.hidden_size, inner),
         }  # fmt: skip
 
-    @property
-    def packed(self) -> tuple[PackedShape, ...]:
-        return tuple(
-            PackedShape(*shape, 4, 32, name == "qkv" and self.config.qkv_bias, name == "gate_up")
-            for name, shape in self.shapes.items()
-        )
+    def kept(self) -> dict[str, tuple[Any, ...]]:
+        """What compilers are told of the matrices."""
+        named = [(shape, name == "qkv" and self.config.qkv_bias, name == "gate_up") for name, shape in self.shapes.items()]
+        if self.form == "codes":
+            return {"packed": tuple(PackedShape(*shape, 4, 32, bias, gated) for shape, bias, gated in named)}
+        return {"fp8": tuple(Fp8Shape(*shape, self._span(shape[1]), bias) for shape, bias, _ in named)}
+
+    def _span(self, columns: int) -> int:
+        return 128 if self.form == "fp8 blocks" and columns > 128 else columns
 
     def codes(self, name: str) -> PackedWeight | None:
         matrix = name.split(".")[-2]
-        return quantize(torch.zeros(self.shapes[matrix]), 4, 32) if matrix in self.shapes else None
+        return quantize(torch.zeros(self.shapes[matrix]), 4, 32) if self.form == "codes" and matrix in self.shapes else None
+
+    def codes_or_fp8(self, name: str, device: torch.device) -> PackedWeight | Fp8Matrix | None:
+        shape = self.shapes.get(name.split(".")[-2])
+        return self.codes(name) if self.form == "codes" or shape is None else zero_fp8(*shape, self._span(shape[1]), device)
 
     def shape(self, name: str) -> tuple[int, int]:
         return self.config.vocab_size, self.config.hidden_size
@@ -123,7 +136,7 @@ class ZeroCodes:
         pass
 
 
-def build_runner(config: DenseConfig, dtype: str, codes: ZeroCodes | None) -> tuple[ModelRunner, Graph]:
+def build_runner(config: DenseConfig, dtype: str, codes: ZeroWeights | None) -> tuple[ModelRunner, Graph]:
     scheme = Packed() if codes else None
     model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH, scheme)  # type: ignore[arg-type]
     if codes:
@@ -151,11 +164,12 @@ def plans() -> list[StepPlan]:
 
 
 def main(capability: int) -> None:
-    for config, dtype, packed in MODELS:
-        codes = ZeroCodes(config) if packed else None
+    fp8.by_torch = lambda values, scale, weight, bias, rows: torch.zeros(rows, len(weight), **BF16)  # type: ignore[assignment]
+    for config, dtype, form in MODELS:
+        codes = ZeroWeights(config, form) if form else None
         shapes = kernel_shapes(describe(config), kept=[])
         assert shapes is not None
-        shapes = replace(shapes, packed=codes.packed if codes else ())
+        shapes = replace(shapes, **codes.kept() if codes else {})
         jobs, _ = find_jobs(Wanted(shapes, dtype, SIZE, LENGTH, "nhd", capability, 1))
         ahead = {job.name for job in jobs} - {DRIVER}
         assert len(ahead) > 20
@@ -169,7 +183,7 @@ def main(capability: int) -> None:
         for plan in plans():
             runner.forward(plan)
             runner.sample()
-        for word, names in {"missing": warm - ahead, "needless": set() if packed else ahead - warm, "late": met - warm}.items():
+        for word, names in {"missing": warm - ahead, "needless": set() if form else ahead - warm, "late": met - warm}.items():
             print("".join(f"{word} {name}\n" for name in sorted(names)), end="")
 
 

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import ALPHA, CLAMP, Gate
+from octavo.kernels.reference.fp8 import fp8_linear
 from octavo.kernels.reference.products import multiply
 
 
@@ -98,9 +100,9 @@ def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
 # -- products of a few rows, each with the step before or after it
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Returns x W^T [rows, out]. x: [rows, in]; weight: [out, in]"""
-    return multiply(x, weight, bias)
+    return multiply(x, weight, bias) if isinstance(weight, Tensor) else fp8_linear(x, weight, bias)
 
 
 def norm_linear(
@@ -108,7 +110,7 @@ def norm_linear(
     residual: Tensor,
     norm_weight: Tensor | None,  # None: the product is that of the sum itself
     eps: float,
-    weight: Tensor,
+    weight: Tensor | Fp8Matrix,
     bias: Tensor | None = None,
     after: Tensor | None = None,  # norms x before it is added
     scale: float = 1.0,  # of what is added
@@ -116,7 +118,7 @@ def norm_linear(
     """Returns (rms_norm(x + residual) W^T, the new residual)."""
     x = x if after is None else rms_norm(x, after, eps)
     stream = residual + (x if scale == 1.0 else x * scale)
-    return multiply(stream if norm_weight is None else rms_norm(stream, norm_weight, eps), weight, bias), stream
+    return linear(stream if norm_weight is None else rms_norm(stream, norm_weight, eps), weight, bias), stream
 
 
 def norm_router(
@@ -145,7 +147,7 @@ def gate_up(
     residual: Tensor,
     norm_weight: Tensor | None,
     eps: float,
-    weight: Tensor,  # [2 * size, in], gate over up
+    weight: Tensor | Fp8Matrix,  # [2 * size, in], gate over up
     after: Tensor | None = None,
     scale: float = 1.0,
     gate: Gate = "swiglu",

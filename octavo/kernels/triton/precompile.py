@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.cache_layout import Layout, empty_cache
+from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
 from octavo.kernels.kernel_shapes import AttentionShape, KernelShapes
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.ops import few_rows
@@ -21,8 +22,9 @@ from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.fp8.precompile import fp8_calls
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
-from octavo.kernels.triton.gemv.tiles import GEMV_ROWS
+from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
 from octavo.kernels.triton.moe.precompile import mixture_calls
 from octavo.kernels.triton.packed.precompile import packed_calls
 from octavo.kernels.triton.sampling.draw import draw
@@ -86,6 +88,7 @@ class KernelCalls:
             self.around_a_step,
             *self.behind_a_step(),
             *packed_calls(shapes.packed, self.dtype, self.device, shapes.gate),
+            *fp8_calls(shapes.fp8, self.dtype, self.device),
             *mixture_calls(shapes, self.dtype, self.device),
         ]  # fmt: skip
 
@@ -127,7 +130,7 @@ class KernelCalls:
                 self.qkv(rows), self.norms(), *self.turns(kind), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
                 self.cache(), self.cache(), shapes.attention_scale, kind.window, kind.soft_cap, self.sinks(kind),
             )  # fmt: skip
-            if shapes.packed:
+            if shapes.packed or shapes.fp8:
                 merge_parts(*parts, self.dtype)
             merge_linear(*parts, self.numbers(shapes.hidden, shapes.num_heads * shapes.head_dim), None)
 
@@ -140,13 +143,13 @@ class KernelCalls:
             wide = (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim
             bias = self.numbers(wide) if shapes.qkv_bias else None
             before, after = scale if shapes.norms != "after" else None, scale if shapes.norms != "before" else None
-            norm_linear(x, x, before, eps, self.numbers(wide, hidden), bias, after, shapes.residual_scale)
+            norm_linear(x, x, before, eps, self.matrix(wide, hidden, rows), bias, after, shapes.residual_scale)
             if shapes.experts is not None:
                 count, bias = shapes.experts.count, self.numbers(shapes.experts.count) if shapes.experts.bias else None
                 norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, shapes.residual_scale)
                 return
-            gate_up(x, x, before, eps, self.numbers(2 * inner, hidden), after, shapes.residual_scale, shapes.gate)
-            linear(self.numbers(rows, inner), self.numbers(hidden, inner), None)
+            gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, shapes.residual_scale, shapes.gate)
+            linear(self.numbers(rows, inner), self.matrix(hidden, inner, rows), None)
 
         return call
 
@@ -200,6 +203,11 @@ class KernelCalls:
     def cache(self) -> Tensor:
         shape = 2, self.size, self.shapes.num_kv_heads, self.shapes.head_dim
         return empty_cache(self.layout, shape, self.dtype, self.device).zero_()
+
+    def matrix(self, out: int, size: int, rows: int) -> Tensor | Fp8Matrix:
+        """A matrix as the kernels for so few rows get it."""
+        span = next((one.span for one in self.shapes.fp8 if (one.out_features, one.in_features) == (out, size)), 0)
+        return zero_fp8(out, size, span, self.device) if span and rows <= FP8_GEMV_ROWS else self.numbers(out, size)
 
     def numbers(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -11,7 +11,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 KIB = 1024
-INTERPRETED, HOPPER = 0, 90
+INTERPRETED, ADA, HOPPER = 0, 89, 90
 ROOMY = 227 * KIB  # of shared memory for a block of threads: what the tiles that are best on Hopper need
 LEAST = 99 * KIB
 SHARED_MEMORY = {INTERPRETED: ROOMY, 80: 163 * KIB, 87: 163 * KIB, 90: ROOMY, 100: ROOMY, 103: ROOMY}  # all others: the least
@@ -31,6 +31,11 @@ def is_roomy(arch: int) -> bool:
 def has_copy_engine(arch: int) -> bool:
     """Tensor descriptors; the interpreter plays them."""
     return arch >= HOPPER or arch == INTERPRETED
+
+
+def converts_fp8(arch: int) -> bool:
+    """Instructions for 8-bit floats (e4m3), which matrix units multiply, too; the interpreter plays them."""
+    return arch >= ADA or arch == INTERPRETED
 
 
 def has_pdl(arch: int) -> bool:

@@ -1,5 +1,7 @@
 """Mixtures of experts against their twins: routing, lining up by expert, and both ways to multiply, of floats and of codes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor

@@ -5,53 +5,87 @@
 
 With ADDED, the residual add stands in front: with AFTER behind a norm of x, with NORM before one of the sum. With GATED, W is gate
 over up and the gated numbers come out. LOOPED, a program takes several tiles of W, the next on its way while one is multiplied,
-and so makes x ready once for all of them.
+and so makes x ready once for all of them. W may be 8-bit floats (`kernels/fp8_matrix.py`): SPAN columns share a scale then. One of a
+row is multiplied by the sum, and those of blocks by x.
 """
 
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.fp8.widen import widened
 from octavo.kernels.triton.pdl import begin, wait
 from octavo.kernels.triton.step.activation import gated
 from octavo.kernels.triton.step.norm import added, normed
+
+RUN = tl.constexpr(16)  # 8-bit floats that a thread loads at once
 
 
 @triton.jit
 def tile_of(weight, tile, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges."""
+    return tile_up_to(weight, tile, SIZE, SIZE, PADDED, OUT, COLUMNS)
+
+
+@triton.jit
+def tile_up_to(weight, tile, size, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """As `tile_of`. `size`: SIZE, known when this is compiled or when it runs"""
     column = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     k = tl.arange(0, PADDED)[None, :]
-    return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < SIZE), other=0.0)
+    return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < size), other=0.0)
+
+
+@triton.jit
+def summed(matrix, x, scale, first, inside, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr):
+    """Of rows `first` and on of W, as they lie in `matrix`, times a row x [PADDED] float32. scale: of all W; inside: which rows are there
+
+    With scales of blocks, a thread first adds the numbers that it has side by side, which are of one block.
+    """
+    if SPAN > 0 and SPAN < SIZE:
+        RUNS: tl.constexpr = x.shape[0] // RUN
+        run = tl.arange(0, RUNS)
+        scales = tl.load(scale + first // SPAN * (SIZE // SPAN) + run * RUN // SPAN, mask=run * RUN < SIZE, other=0.0)
+        sums = tl.sum(tl.reshape(matrix, [COLUMNS, RUNS, RUN]) * tl.reshape(x, [RUNS, RUN])[None, :, :], 2)
+        sums = tl.sum(sums * scales[None, :], 1)
+    else:
+        sums = tl.sum(matrix * x[None, :], 1)
+    if SPAN == SIZE:
+        sums *= tl.load(scale + first + tl.arange(0, COLUMNS), mask=inside, other=0.0)
+    return sums
 
 
 @triton.jit
 def multiply(
     matrix,
     second,
+    scale,
     held,
     bias,
     out,
     tile,
     rows,
+    SIZE: tl.constexpr,
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     GATE: tl.constexpr,
     BIASED: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Stores the products of the held rows with one tile of W."""
     kind = out.dtype.element_ty
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    wide = matrix.to(tl.float32)
+    first = tile * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    inside, wide = column < OUT, widened(matrix)
     for row in tl.static_range(ROWS):
-        x = held[row].to(tl.float32)[None, :]
-        sums = tl.sum(wide * x, 1)
+        x = held[row].to(tl.float32)
+        sums = summed(wide, x, scale, first, inside, SIZE, COLUMNS, SPAN)
         if BIASED:
-            sums += tl.load(bias + column, mask=column < OUT, other=0.0).to(tl.float32)
+            sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         result = sums.to(kind)
         if GATED:
-            result = gated(result.to(tl.float32), tl.sum(second.to(tl.float32) * x, 1).to(kind).to(tl.float32), kind, GATE)
+            up = summed(widened(second), x, scale, OUT + first, inside, SIZE, COLUMNS, SPAN)
+            result = gated(result.to(tl.float32), up.to(kind).to(tl.float32), kind, GATE)
         tl.store(out + row * OUT + column, result, mask=(column < OUT) & (row < rows))
 
 
@@ -64,11 +98,13 @@ def gemv(
     stream,
     normed_rows,
     weight,
+    weight_scale,
     bias,
     out,
     eps,
     scale,
     rows,
+    size,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     OUT: tl.constexpr,
@@ -83,6 +119,7 @@ def gemv(
     BIASED: tl.constexpr,
     KEEP_NORMED: tl.constexpr,  # rows after the norm go to `normed_rows`
     LOOPED: tl.constexpr,
+    SPAN: tl.constexpr,  # columns of W that share a scale; 0: there are none
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -90,10 +127,12 @@ def gemv(
     kind = x.dtype.element_ty
     k = tl.arange(0, PADDED)
     inside = k < SIZE
-    matrix = tile_of(weight, program, SIZE, PADDED, OUT, COLUMNS)
+    # ptxas makes a NaN of an 8-bit zero that it knows when it compiles, so for such weights it must not know what is filled up
+    end = size if SPAN > 0 and SIZE < PADDED else SIZE
+    matrix = tile_up_to(weight, program, end, SIZE, PADDED, OUT, COLUMNS)
     second = matrix
     if GATED:
-        second = tile_of(weight + OUT * SIZE, program, SIZE, PADDED, OUT, COLUMNS)
+        second = tile_up_to(weight + OUT * SIZE, program, end, SIZE, PADDED, OUT, COLUMNS)
     scales = tl.load(norm_weight + k, mask=inside, other=0.0) if NORM else k
     of_after = tl.load(after_weight + k, mask=inside, other=0.0) if AFTER else k
     wait(PDL)
@@ -113,12 +152,12 @@ def gemv(
 
     if LOOPED:
         for tile in tl.range(program, (OUT + COLUMNS - 1) // COLUMNS, programs):
-            following = tile_of(weight, tile + programs, SIZE, PADDED, OUT, COLUMNS)
+            following = tile_up_to(weight, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
             if GATED:
-                following_second = tile_of(weight + OUT * SIZE, tile + programs, SIZE, PADDED, OUT, COLUMNS)
-            multiply(matrix, second, held, bias, out, tile, rows, OUT, COLUMNS, ROWS, GATED, GATE, BIASED)
+                following_second = tile_up_to(weight + OUT * SIZE, tile + programs, end, SIZE, PADDED, OUT, COLUMNS)
+            multiply(matrix, second, weight_scale, held, bias, out, tile, rows, SIZE, OUT, COLUMNS, ROWS, GATED, GATE, BIASED, SPAN)
             matrix = following
             if GATED:
                 second = following_second
     else:
-        multiply(matrix, second, held, bias, out, program, rows, OUT, COLUMNS, ROWS, GATED, GATE, BIASED)
+        multiply(matrix, second, weight_scale, held, bias, out, program, rows, SIZE, OUT, COLUMNS, ROWS, GATED, GATE, BIASED, SPAN)

@@ -126,7 +126,7 @@ def merge_gemv(
         at = row * SPLITS * HEADS
         whole = merged(parts + at * DIM, parts_lse + at, row < rows, SPLITS, HEADS, HEADS_TILE, DIM, DIM_TILE, out.dtype.element_ty)
         held = held + (whole,)  # type: ignore[assignment]
-    multiply(matrix, matrix, held, bias, out, program, rows, OUT, COLUMNS, ROWS, False, 0, BIASED)
+    multiply(matrix, matrix, weight, held, bias, out, program, rows, HEADS * DIM, OUT, COLUMNS, ROWS, False, 0, BIASED, 0)
 
 
 @triton.jit

@@ -4,8 +4,8 @@
     norm_linear    rms_norm(x + residual) W^T             merge_linear the splits of decode attention, merged, W^T
     gate_up        silu(gate) * up of that, or other gates    norm_router  as norm_linear, and the normed rows
 
-Each is one kernel (gemv, merge_gemv), for up to 4 rows. Weights are [out, in]; float32, float16 and bfloat16. More rows are a
-matter of matrix units, and of torch.
+Each is one kernel (gemv, merge_gemv), for up to 4 rows. Weights are [out, in]; float32, float16 and bfloat16, and 8-bit floats with
+scales, but for merge_linear. More rows are a matter of matrix units, and of torch.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.triton.gemv.gemv import gemv
 from octavo.kernels.triton.gemv.merge import merge_gemv, merge_heads
-from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, merge_tiles, product_tiles
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, fp8_row_tiles, merge_tiles, product_tiles
 from octavo.kernels.triton.pdl import use_pdl
+from octavo.kernels.triton.target import capability, converts_fp8
+
+Weight = Tensor | Fp8Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Front:
     scale: float = 1.0
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: ProductTiles | None = None, pdl: bool = True) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiles: ProductTiles | None = None, pdl: bool = True) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
     return _gemv(x, None, weight, bias, tiles, pdl)[0]
 
@@ -42,7 +46,7 @@ def norm_linear(
     residual: Tensor,
     norm_weight: Tensor | None,  # None: the product is that of the sum itself
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     after: Tensor | None = None,  # norms x before it is added
     scale: float = 1.0,  # of what is added
@@ -90,7 +94,7 @@ def gate_up(
     residual: Tensor,
     norm_weight: Tensor | None,
     eps: float,
-    weight: Tensor,  # [2 * size, in], gate over up
+    weight: Weight,  # [2 * size, in], gate over up
     after: Tensor | None = None,
     scale: float = 1.0,
     gate: Gate = "swiglu",
@@ -145,7 +149,7 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype, pdl: bool 
 def _gemv(
     x: Tensor,
     front: Front | None,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     tiles: ProductTiles | None,
     pdl: bool,
@@ -157,7 +161,8 @@ def _gemv(
     size, wide = weight.shape[1], len(weight) // 2 if gated else len(weight)
     _check(x, weight)
     padded = triton.next_power_of_2(size)
-    chosen = tiles or product_tiles(padded, wide, gated)
+    values, scale, span = _parts(weight)
+    chosen = tiles or (fp8_row_tiles if span else product_tiles)(padded, wide, gated)
     out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
     given = front or Front(x, None, 0.0)
     stream = torch.empty_like(x) if front else x
@@ -166,15 +171,24 @@ def _gemv(
     if len(x):
         gemv[(triton.cdiv(wide, chosen.columns * chosen.turns),)](
             x, given.residual, x if given.after is None else given.after, x if given.weight is None else given.weight, stream,
-            normed, weight, weight if bias is None else bias, out, given.eps, given.scale, len(x),
+            normed, values, scale, x if bias is None else bias, out, given.eps, given.scale, len(x), size,
             SIZE=size, PADDED=padded, OUT=wide, COLUMNS=chosen.columns, ROWS=triton.next_power_of_2(len(x)),
             ADDED=front is not None, AFTER=given.after is not None, SCALED=given.scale != 1.0, NORM=given.weight is not None,
             GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, KEEP_NORMED=keep_normed, LOOPED=chosen.turns > 1,
-            PDL=pdl, num_warps=chosen.warps, launch_pdl=pdl,
+            SPAN=span, PDL=pdl, num_warps=chosen.warps, launch_pdl=pdl,
         )  # fmt: skip
     return out, stream, normed
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _parts(weight: Weight) -> tuple[Tensor, Tensor, int]:
+    """What the kernel reads: the numbers, their scales, and how many columns share one."""
+    if isinstance(weight, Tensor):
+        return weight, weight, 0
+    values = weight.values if converts_fp8(capability()) else weight.values.view(torch.uint8)
+    return values, weight.scale, weight.span
+
+
+def _check(x: Tensor, weight: Weight) -> None:
     assert len(x) <= GEMV_ROWS and x.shape[1] <= MAX_HELD, f"{len(x)} rows of {x.shape[1]}, at most {GEMV_ROWS} of {MAX_HELD}"
-    assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
+    assert x.is_contiguous() and x.shape[1] == weight.shape[1]
+    assert isinstance(weight, Fp8Matrix) or (weight.is_contiguous() and x.dtype == weight.dtype)
