@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import log
-from octavo.errors import LoadError
+from octavo.errors import LoadError, OctavoError
 from octavo.loading.files import INDEX, MAX_HEADER_BYTES, parse_header, read_json_object, read_weight_map
 from octavo.loading.gguf import GGUFFile, config_dict, read_gguf
 from octavo.loading.hub_client import Hub, Listing, RemoteFile, explained, is_transient, is_unreachable, shown_address
@@ -39,7 +39,7 @@ def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None, ove
     hub = hub or Hub.from_environment()
     try:
         return Download(hub, name, hub.listing(name)).model(weights, overrides)
-    except LoadError:
+    except OctavoError:
         raise
     except Exception as error:  # whatever it is, it ends in one line
         if is_unreachable(error) and (cached := cached_model(hub, name, weights)) is not None:

@@ -67,6 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # -- what comes
 
 
+# promise: hf-overrides
 def test_the_config_is_checked_with_its_overrides_before_weights_come(server: FakeHub, hub: Hub) -> None:
     unknown = json.loads(CONFIG) | {"hidden_act": "relu"}
     server.repos["octo/tiny"].files["config.json"] = json.dumps(unknown).encode()
