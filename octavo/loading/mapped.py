@@ -13,7 +13,7 @@ from torch import Tensor
 
 AHEAD = 64 * 2**20  # bytes that are read before they are asked for
 KEPT = 256 * 2**20  # bytes of tensors that are not given back: parts of one matrix are used together
-PAGE = mmap.PAGESIZE
+UNIT = mmap.PAGESIZE  # of memory: what the kernel reads and drops
 
 
 class MappedFile:
@@ -35,7 +35,7 @@ class MappedFile:
         goes_on = start <= self._read_to <= end + AHEAD
         start = self._read_to if goes_on else start
         if end + AHEAD - start >= AHEAD // 2:
-            self._advise(mmap.MADV_WILLNEED, start // PAGE * PAGE, end + AHEAD)
+            self._advise(mmap.MADV_WILLNEED, start // UNIT * UNIT, end + AHEAD)
             self._read_to = end + AHEAD
 
     def _give_back_others(self, newest: range) -> None:
@@ -44,9 +44,9 @@ class MappedFile:
         while self._handed_bytes > KEPT and len(self._handed) > 1:
             oldest = self._handed.popleft()
             self._handed_bytes -= len(oldest)
-            self._advise(mmap.MADV_DONTNEED, -(-oldest.start // PAGE) * PAGE, oldest.stop // PAGE * PAGE)
+            self._advise(mmap.MADV_DONTNEED, -(-oldest.start // UNIT) * UNIT, oldest.stop // UNIT * UNIT)
 
     def _advise(self, what: int, start: int, end: int) -> None:
-        """`start`: at the beginning of a page"""
+        """`start`: a multiple of UNIT"""
         if start < min(end, len(self._map)):
             self._map.madvise(what, start, min(end, len(self._map)) - start)

@@ -227,7 +227,8 @@ def test_tokens_of_the_analysis_are_counted() -> None:
 
 SOURCES = {
     "mistral": "{{ '[TOOL_CALLS] ' + calls }}", "granite": "respond with <|tool_call|> followed by a JSON list",
-    "phi4_mini_json": "'<|tool|>' + tools + '<|/tool|>'", "harmony": "<|channel|>analysis", "none": "<start_of_turn>model",
+    "phi4_mini_json": "'<|tool|>' + tools + '<|/tool|>'", "harmony": "<|channel|>analysis",
+    "pythonic": "Example Format: [func_name1(params_name1=params_value1, ...), func_name2(params)]", "none": "<start_of_turn>model",
 }  # fmt: skip
 
 
