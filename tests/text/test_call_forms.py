@@ -208,7 +208,7 @@ def test_any_cut_gives_the_same_pieces_and_every_character_once(text: str, cuts:
     assert pieces == split([text]) == split(list(text)) and "".join(part for _, part in pieces) == text
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "Hello", "<b>", "<|im_end|>", "<|chan"])
+@pytest.mark.parametrize("text", ['{"a": 1}', "Hello", "<b>", "<|im_end|>", "<|chan", "<|start|>" + "x" * 300])
 def test_an_answer_without_channels_is_content(text: str) -> None:
     for texts in ([text], list(text)):
         splitter = HarmonySplitter()
