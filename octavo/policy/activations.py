@@ -58,11 +58,12 @@ def _mlp_bytes(mlp: MLPShape, hidden: int, item: int, tokens: int) -> int:
     """At the widest point: gate and up, silu, their product.
 
     Experts are computed one after the other. The largest of them could be chosen by every token; beside it there are the rows it reads,
-    the sum of all in float32, logits, and the places and weights of all choices. The expert that all share comes after them.
+    what the one before it gave, the sum of all in float32, logits, and the places and weights of all choices. The expert that all share
+    comes after them.
     """
     if mlp.experts is None:
         return tokens * 4 * mlp.inner * item
-    chosen, choices = item * (hidden + 4 * mlp.inner) + FLOAT32 * hidden, mlp.experts.chosen * CHOICE_BYTES + mlp.experts.count * item
+    chosen, choices = item * (2 * hidden + 4 * mlp.inner) + FLOAT32 * hidden, mlp.experts.chosen * CHOICE_BYTES + mlp.experts.count * item
     return tokens * (max(chosen, item * (hidden + 4 * mlp.experts.shared_inner)) + choices)
 
 

@@ -276,10 +276,10 @@ LARGER = {"hidden_size": 1024, "num_hidden_layers": 8}
     ],
 )  # fmt: skip
 def test_mixtures_and_models_with_two_groups_take_what_was_planned(config: dict[str, Any], native: bool, tmp_path: Path) -> None:
-    model, dtype = write_folder(tmp_path, config), "bfloat16" if native else "float32"
-    engine = {"dtype": dtype, "native": native, "num_gpu_blocks_override": 385, "max_num_seqs": 16, "max_num_batched_tokens": 256}
-    engine |= {"max_model_len": 129, "skip_tokenizer_init": True}
-    before, most = held_under_load({"model": model, "engine": engine, "vocab": 512, "requests": 16, "prompt": 127, "tokens": 2})
+    model, dtype, length = write_folder(tmp_path, config), "bfloat16" if native else "float32", 257 if "num_experts" in config else 129
+    engine = {"dtype": dtype, "native": native, "num_gpu_blocks_override": 3 * length - 2, "max_num_seqs": 16}
+    engine |= {"max_num_batched_tokens": 256, "max_model_len": length, "skip_tokenizer_init": True}
+    before, most = held_under_load({"model": model, "engine": engine, "vocab": 512, "requests": 16, "prompt": length - 2, "tokens": 2})
     assert plan_for(model, engine).use.total - LIBRARIES == pytest.approx(most - before, rel=0.05)
 
 
