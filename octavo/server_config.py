@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args
 from octavo.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "qwen3_coder", "harmony", "none"]
+ToolCallParser = Literal[
+    "auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "qwen3_coder", "pythonic", "harmony", "none"
+]  # fmt: skip
 RoutingPolicy = Literal["prefix", "least", "turns"]
 ReasoningParser = Literal["auto", "think", "harmony", "none"]
 

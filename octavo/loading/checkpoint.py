@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,6 +21,7 @@ from octavo.kernels.cpu.packing import Blocks
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors, weights_in
+from octavo.loading.mapped import MappedFile
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
 from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.policy.split import Part
@@ -233,7 +233,7 @@ class GGUFCheckpoint:
     def __init__(self, gguf: GGUFFile) -> None:
         self.source = str(gguf.path)
         self._gguf = gguf
-        self._data = torch.from_numpy(np.memmap(gguf.path, np.uint8, mode="c"))  # private pages: nothing can be written back
+        self._file = MappedFile(gguf.path)
         self._model = read_gguf_model(gguf.metadata, gguf.tensors, self.source, rope_factors(gguf))
         self._tensor_of = self._by_hf_name()
         self._interleaved_heads = self._find_interleaved_heads()
@@ -316,7 +316,7 @@ class GGUFCheckpoint:
         return rows * heads // tensor.shape[0]
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
-        return self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        return self._file.bytes(tensor.offset, tensor.num_bytes)
 
     def _dense(self, tensor: GGUFTensor, part: Part = WHOLE) -> Tensor:
         if tensor.kind in DENSE:

@@ -19,24 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from octavo import log
-from octavo.errors import LoadError
+from octavo.errors import LoadError, OctavoError
 from octavo.loading.files import INDEX, MAX_HEADER_BYTES, parse_header, read_json_object, read_weight_map
 from octavo.loading.gguf import GGUFFile, config_dict, read_gguf
 from octavo.loading.hub_client import Hub, Listing, RemoteFile, explained, is_transient, is_unreachable, shown_address
 from octavo.loading.names import HubName, choose_gguf, choose_texts, choose_weights
-from octavo.models.registry import read_config
+from octavo.loading.overrides import overridden, read_overridden
 from octavo.progress import DownloadProgress, in_units
 from octavo.quant.quant_config import read_quant_config
 
 DEFAULT_BRANCH, CONFIG = "main", "config.json"
 
 
-def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None) -> Path:
-    """Returns the model's folder or GGUF file in the cache, and downloads what is missing. Without `weights`, a folder lacks them."""
+def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None, overrides: dict[str, Any] | None = None) -> Path:
+    """Returns the model's folder or GGUF file in the cache, and downloads what is missing. Without `weights`, a folder lacks them.
+
+    `overrides`: of its config.json, the setting `hf_overrides`
+    """
     hub = hub or Hub.from_environment()
     try:
-        return Download(hub, name, hub.listing(name)).model(weights)
-    except LoadError:
+        return Download(hub, name, hub.listing(name)).model(weights, overrides)
+    except OctavoError:
         raise
     except Exception as error:  # whatever it is, it ends in one line
         if is_unreachable(error) and (cached := cached_model(hub, name, weights)) is not None:
@@ -53,25 +56,25 @@ class Download:
     name: HubName
     listing: Listing
 
-    def model(self, weights: bool) -> Path:
+    def model(self, weights: bool, overrides: dict[str, Any] | None) -> Path:
         files = self.listing.files
         gguf = choose_gguf(self.name, files) if weights or self.name.quant is not None or CONFIG not in files else None
         if gguf is not None:
             self.take([gguf])
         else:
             if weights:
-                self.check_config()
+                self.check_config(overrides)
             self.take([*choose_texts(files), *(self.weight_files() if weights else [])])
         _keep_ref(self.hub.folder(self.name.repo), self.name.revision or DEFAULT_BRANCH, self.listing.commit)
         return self.snapshot / (gguf or "")
 
-    def check_config(self) -> None:
+    def check_config(self, overrides: dict[str, Any] | None) -> None:
         """Refuses a model that Octavo cannot open before its weights are downloaded."""
         if CONFIG in self.listing.files:
             self.take([CONFIG], shown=False)
-            raw = read_json_object(self.snapshot / CONFIG)
-            read_config(raw, f"{self.name.repo}/{CONFIG}")
-            read_quant_config(raw, f"{self.name.repo}/{CONFIG}")
+            raw, source = read_json_object(self.snapshot / CONFIG), f"{self.name.repo}/{CONFIG}"
+            read_overridden(raw, overrides, source)
+            read_quant_config(overridden(raw, overrides), source)
 
     @property
     def snapshot(self) -> Path:

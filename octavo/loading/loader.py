@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo.errors import LoadError
-from octavo.kernels.cpu.gguf_blocks import largest_of_blocks
+from octavo.kernels.cpu.gguf_blocks import largest_of_blocks, write_floats
 from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q4, Q8, NativeLibrary
 from octavo.kernels.cpu.packing import Blocks, PackedMatrix, pack_blocks, pack_codes, pack_float
 from octavo.kernels.fp8_matrix import Fp8Matrix
@@ -216,7 +216,14 @@ class NativeWeights:
 
     def rows(self, name: str) -> Tensor:
         """Returns a matrix as it is, to look rows up in."""
-        return self._parameters.floats(name).to(self.dtype, copy=True).contiguous()
+        found = torch.empty(self._parameters.shape(name), dtype=self.dtype)
+        blocks = self._parameters.blocks(name)
+        if blocks is None:
+            self._parameters.copy(name, found)
+        else:
+            (whole,) = blocks
+            write_floats(whole.raw, whole.kind, self._library, self._kind, found.data_ptr())
+        return found
 
     def matrix(self, module: str, alternate: bool = False, columns: int = 0, experts: int = 1) -> PackedMatrix:
         """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn.

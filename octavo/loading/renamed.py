@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.loading.checkpoint import FileCheckpoint
+from octavo.loading.checkpoint import Checkpoint, FileCheckpoint
 from octavo.models.family import Rules
 from octavo.policy.split import Part
 from octavo.quant.fp8 import Quantised
@@ -29,25 +29,37 @@ def under_rules(stored: FileCheckpoint, rules: Rules) -> FileCheckpoint:
     return RenamedCheckpoint(stored, found)
 
 
-class RenamedCheckpoint:
-    def __init__(self, stored: FileCheckpoint, stored_name: Mapping[str, str], mark: bytes = b"") -> None:
-        """`stored_name`: by the name that is shown; `mark`: makes the digest another one, where these are not all weights"""
+class RenamedWeights:
+    def __init__(self, stored: Checkpoint, stored_name: Mapping[str, str]) -> None:
+        """`stored_name`: by the name that is shown"""
         self.source = stored.source
-        self._stored = stored
+        self._whole = stored
         self._stored_name = stored_name
-        self._mark = mark
 
     def names(self) -> list[str]:
         return list(self._stored_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored.shape(self._stored_name[name])
+        return self._whole.shape(self._stored_name[name])
 
     def read(self, name: str) -> Tensor:
-        return self._stored.read(self._stored_name[name])
+        return self._whole.read(self._stored_name[name])
 
     def packed(self, name: str) -> Quantised | None:
-        return self._stored.packed(self._stored_name[name])
+        return self._whole.packed(self._stored_name[name])
+
+    def fingerprint(self) -> bytes:
+        return self._whole.fingerprint()
+
+
+class RenamedCheckpoint(RenamedWeights):
+    """Of files: parts of weights can be read, too."""
+
+    def __init__(self, stored: FileCheckpoint, stored_name: Mapping[str, str], mark: bytes = b"") -> None:
+        """`mark`: makes the digest another one, where these are not all weights"""
+        super().__init__(stored, stored_name)
+        self._stored = stored
+        self._mark = mark
 
     def check_part(self, name: str, part: Part) -> None:
         self._stored.check_part(self._stored_name[name], part)
@@ -59,5 +71,5 @@ class RenamedCheckpoint:
         return self._stored.packed_part(self._stored_name[name], part)
 
     def fingerprint(self) -> bytes:
-        whole = self._stored.fingerprint()
+        whole = super().fingerprint()
         return hashlib.blake2b(whole + self._mark, digest_size=32).digest() if self._mark else whole

@@ -48,16 +48,18 @@ class ModelSource:
         return None if self.kind == "gguf" else read_quant_config(overridden(read_json_object(path), self.overrides), str(path))
 
 
-def resolve_model(model: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
+def resolve_model(
+    model: str | None, revision: str | None = None, weights: bool = True, overrides: dict[str, Any] | None = None
+) -> ModelSource:
     """Returns the model that a user named, downloaded if need be. Without `weights`, a download leaves them out."""
     found = locate(model, revision)
-    return found if isinstance(found, ModelSource) else in_cache(found, fetch_model(found, weights))
+    source = found if isinstance(found, ModelSource) else in_cache(found, fetch_model(found, weights, overrides=overrides))
+    return replace(source, overrides=overrides)
 
 
 def source_of(config: EngineConfig) -> ModelSource:
     """Returns the model that the settings name. Weights are not downloaded where random ones will do."""
-    source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
-    return replace(source, overrides=config.hf_overrides)
+    return resolve_model(config.model, config.revision, config.load_format != "dummy", config.hf_overrides)
 
 
 def in_cache(name: HubName, path: Path) -> ModelSource:

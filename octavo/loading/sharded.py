@@ -2,7 +2,7 @@
 
     ShardedCheckpoint    tensor parallel: the rank's part of each weight, under the weight's own name
     of_experts           expert parallel: the experts of a rank, numbered from 0
-    StagedCheckpoint     pipeline parallel: the layers of a stage, numbered from 0
+    of_stage             pipeline parallel: the layers of a stage, numbered from 0
 
 So loaders fill a model that was built with the rank's config as they fill a whole one. What other ranks have is not read; but see
 `PackedModule` for act-order.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
-from octavo.loading.renamed import RenamedCheckpoint
+from octavo.loading.renamed import RenamedCheckpoint, RenamedWeights
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import describe, rank_parts
@@ -110,30 +110,16 @@ def of_experts(stored: FileCheckpoint, count: int, own: range) -> FileCheckpoint
     return RenamedCheckpoint(stored, found, mark=repr(own).encode())
 
 
-class StagedCheckpoint:
-    def __init__(self, stored: Checkpoint, layers: range, elsewhere: Collection[str], last: bool) -> None:
-        """`elsewhere`: weights outside of layers that other stages have; `last`: also shows layers that the model does not have"""
-        self.source = stored.source
-        self._stored = stored
-        self._stored_name: dict[str, str] = {}  # by the name that is shown
-        for name in stored.names():
-            layer = Rules.layer(name)
-            if layer is None and name not in elsewhere:
-                self._stored_name[name] = name
-            elif layer is not None and layers.start <= layer and (layer < layers.stop or last):
-                self._stored_name[Rules.with_layer(name, layer - layers.start)] = name
+def of_stage(stored: Checkpoint, layers: range, elsewhere: Collection[str], last: bool) -> Checkpoint:
+    """Returns a checkpoint with some of the layers, numbered from 0. Its digest is that of all layers.
 
-    def names(self) -> list[str]:
-        return list(self._stored_name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored.shape(self._stored_name[name])
-
-    def read(self, name: str) -> Tensor:
-        return self._stored.read(self._stored_name[name])
-
-    def packed(self, name: str) -> Quantised | None:
-        return self._stored.packed(self._stored_name[name])
-
-    def fingerprint(self) -> bytes:
-        return self._stored.fingerprint()
+    `elsewhere`: weights outside of layers that other stages have; `last`: also shows layers that the model does not have
+    """
+    found: dict[str, str] = {}
+    for name in stored.names():
+        layer = Rules.layer(name)
+        if layer is None and name not in elsewhere:
+            found[name] = name
+        elif layer is not None and layers.start <= layer and (layer < layers.stop or last):
+            found[Rules.with_layer(name, layer - layers.start)] = name
+    return RenamedWeights(stored, found)

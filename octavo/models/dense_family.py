@@ -8,12 +8,13 @@ or capped. `models/dense.py` computes what the config says.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import LoadError
 from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeConfig
-from octavo.models.family import Rule, Rules, vector
+from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Activation, Experts, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Scores, Vector
 from octavo.policy.split import Shared
@@ -284,3 +285,16 @@ def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, 
         return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if there else {}
 
     return heads
+
+
+def dense_family(
+    name: str,
+    architectures: tuple[str, ...],
+    read: Callable[[ConfigReader, str], DenseConfig],
+    gguf: GGUFForm,
+    rules: Rules = PLAIN_RULES,
+    unshared: str | None = None,
+) -> Family:
+    """Returns a family of decoders without experts. `unshared`: why ranks cannot share its matrices, if they cannot"""
+    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, cut=cut)
+    return family if unshared is None else replace(family, shared=None, unshared=unshared)

@@ -8,7 +8,6 @@
 A checkpoint that reads images too has its text part under another prefix. Its other weights are left out on purpose.
 """
 
-from functools import partial
 from typing import Any
 
 from octavo.model_config import ROPE_THETAS, ConfigReader
@@ -17,22 +16,19 @@ from octavo.models.dense_family import (
     EMBEDDING_RULES,
     FULL,
     MLP_RULES,
-    MODEL,
     QK_NORM_RULES,
     SLIDING,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     layer_windows,
     read_fields,
     read_layer_types,
-    shared,
     with_defaults,
 )
-from octavo.models.family import Family, GGUFForm, Rule, Rules
+from octavo.models.family import GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
 
 GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
@@ -137,14 +133,10 @@ def _gguf(keys: GGUFKeys) -> dict[str, Any]:
     return _gguf_config2(keys) if keys.prefix == "gemma2." else _gguf_config3(keys)
 
 
-FAMILY = Family(
-    name="gemma",
-    architectures=(GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES),
-    model=MODEL,
+FAMILY = dense_family(
+    "gemma",
+    (GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES),
+    read,
+    GGUFForm({"gemma2": GEMMA2, "gemma3": GEMMA3}, _gguf, interleaved_qk([])),
     rules=RULES,
-    read=read,
-    describe=partial(describe, RULES, "gemma"),
-    gguf=GGUFForm({"gemma2": GEMMA2, "gemma3": GEMMA3}, _gguf, interleaved_qk([])),
-    shared=shared,
-    cut=cut,
 )

@@ -1,22 +1,17 @@
 """Granite 3, without experts: the plain decoder, with multipliers of the embedding, of what layers add, of scores and of logits."""
 
-from functools import partial
 from typing import Any
 
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
-    MODEL,
-    PLAIN_RULES,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     read_fields,
-    shared,
 )
-from octavo.models.family import Family, GGUFForm
+from octavo.models.family import GGUFForm
 from octavo.models.gguf_keys import GGUFKeys
 
 GRANITE = "GraniteForCausalLM"
@@ -49,14 +44,4 @@ def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    name="granite",
-    architectures=(GRANITE,),
-    model=MODEL,
-    rules=PLAIN_RULES,
-    read=read,
-    describe=partial(describe, PLAIN_RULES, "granite"),
-    gguf=GGUFForm({"granite": GRANITE}, _gguf_config, interleaved_qk(["granite"])),
-    shared=shared,
-    cut=cut,
-)
+FAMILY = dense_family("granite", (GRANITE,), read, GGUFForm({"granite": GRANITE}, _gguf_config, interleaved_qk(["granite"])))

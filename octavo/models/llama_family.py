@@ -5,26 +5,21 @@
 GGUF files of architecture `llama` are of all three, and say nothing of windows.
 """
 
-from functools import partial
 
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
-    MODEL,
-    PLAIN_RULES,
     SLIDING,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     layer_windows,
     read_fields,
     read_layer_types,
-    shared,
     with_defaults,
 )
-from octavo.models.family import Family, GGUFForm
+from octavo.models.family import GGUFForm
 
 LLAMA, MISTRAL, MINISTRAL = "LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"
 
@@ -40,14 +35,4 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     return DenseConfig(**fields | {"windows": layer_windows(windowed, types)}, rope=rope, gives_back=True)
 
 
-FAMILY = Family(
-    name="llama",
-    architectures=(LLAMA, MISTRAL, MINISTRAL),
-    model=MODEL,
-    rules=PLAIN_RULES,
-    read=read,
-    describe=partial(describe, PLAIN_RULES, "llama"),
-    gguf=GGUFForm({"llama": LLAMA}, gguf_fields, interleaved_qk(["llama"])),
-    shared=shared,
-    cut=cut,
-)
+FAMILY = dense_family("llama", (LLAMA, MISTRAL, MINISTRAL), read, GGUFForm({"llama": LLAMA}, gguf_fields, interleaved_qk(["llama"])))

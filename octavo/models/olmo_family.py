@@ -1,24 +1,21 @@
 """OLMo 2: norms after each sub-layer and none before; q and k are normed over all their heads at once. No torch here."""
 
-from functools import partial
 
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     ATTENTION_RULES,
     EMBEDDING_RULES,
     MLP_RULES,
-    MODEL,
     QK_NORM_RULES,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     read_fields,
     with_defaults,
 )
-from octavo.models.family import Family, GGUFForm, Rule, Rules
+from octavo.models.family import GGUFForm, Rule, Rules
 
 OLMO2 = "Olmo2ForCausalLM"
 
@@ -41,14 +38,11 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 
-FAMILY = Family(
-    name="olmo",
-    architectures=(OLMO2,),
-    model=MODEL,
+FAMILY = dense_family(
+    "olmo",
+    (OLMO2,),
+    read,
+    GGUFForm({"olmo2": OLMO2}, gguf_fields, interleaved_qk([])),
     rules=RULES,
-    read=read,
-    describe=partial(describe, RULES, "olmo"),
-    gguf=GGUFForm({"olmo2": OLMO2}, gguf_fields, interleaved_qk([])),
     unshared="its norms of q and k are over the heads of all ranks",
-    cut=cut,
 )

@@ -5,7 +5,6 @@
     every layer has a window, where the config has one
 """
 
-from functools import partial
 from typing import Any
 
 from octavo.model_config import ConfigReader
@@ -13,21 +12,18 @@ from octavo.models.dense_family import (
     ATTENTION_RULES,
     EMBEDDING_RULES,
     MLP_RULES,
-    MODEL,
     NORM_RULES,
     SLIDING,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     layer_windows,
     read_fields,
-    shared,
     with_defaults,
 )
-from octavo.models.family import Family, GGUFForm, Rule, Rules
+from octavo.models.family import GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
 
 PHI3 = "Phi3ForCausalLM"
@@ -80,14 +76,4 @@ def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
     return config | {"head_dim": head_dim, "partial_rotary_factor": rotated / head_dim, "sliding_window": window or None}
 
 
-FAMILY = Family(
-    name="phi",
-    architectures=(PHI3,),
-    model=MODEL,
-    rules=RULES,
-    read=read,
-    describe=partial(describe, RULES, "phi"),
-    gguf=GGUFForm({"phi3": PHI3}, _gguf_config, interleaved_qk([])),
-    shared=shared,
-    cut=cut,
-)
+FAMILY = dense_family("phi", (PHI3,), read, GGUFForm({"phi3": PHI3}, _gguf_config, interleaved_qk([])), rules=RULES)

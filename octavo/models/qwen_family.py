@@ -3,24 +3,19 @@
     Qwen2   biases on q, k, v         Qwen3   norms on the heads of q and k         both   a window on some layers, if the config says so
 """
 
-from functools import partial
 
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
-    MODEL,
-    PLAIN_RULES,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     layer_windows,
     read_fields,
     read_layer_types,
-    shared,
 )
-from octavo.models.family import Family, GGUFForm
+from octavo.models.family import GGUFForm
 
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 
@@ -39,14 +34,4 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 
-FAMILY = Family(
-    name="qwen",
-    architectures=(QWEN2, QWEN3),
-    model=MODEL,
-    rules=PLAIN_RULES,
-    read=read,
-    describe=partial(describe, PLAIN_RULES, "qwen"),
-    gguf=GGUFForm({"qwen2": QWEN2, "qwen3": QWEN3}, gguf_fields, interleaved_qk([])),
-    shared=shared,
-    cut=cut,
-)
+FAMILY = dense_family("qwen", (QWEN2, QWEN3), read, GGUFForm({"qwen2": QWEN2, "qwen3": QWEN3}, gguf_fields, interleaved_qk([])))

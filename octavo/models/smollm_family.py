@@ -1,25 +1,20 @@
 """SmolLM3: the plain decoder, with some layers that rotate nothing. Those may have a window. No torch here."""
 
-from functools import partial
 from typing import Any
 
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
-    MODEL,
-    PLAIN_RULES,
     DenseConfig,
     check_activation,
-    cut,
-    describe,
+    dense_family,
     gguf_fields,
     interleaved_qk,
     layer_windows,
     read_fields,
     read_layer_types,
-    shared,
     with_defaults,
 )
-from octavo.models.family import Family, GGUFForm
+from octavo.models.family import GGUFForm
 
 SMOLLM3 = "SmolLM3ForCausalLM"
 DEFAULTS: dict[str, Any] = {"rope_theta": 2e6, "tie_word_embeddings": True, "max_position_embeddings": 32768}
@@ -47,14 +42,4 @@ def _rotates(reader: ConfigReader, layers: int) -> list[bool]:
     return [one == 1 for one in listed[:layers]]
 
 
-FAMILY = Family(
-    name="smollm",
-    architectures=(SMOLLM3,),
-    model=MODEL,
-    rules=PLAIN_RULES,
-    read=read,
-    describe=partial(describe, PLAIN_RULES, "smollm"),
-    gguf=GGUFForm({"smollm3": SMOLLM3}, gguf_fields, interleaved_qk(["smollm3"])),
-    shared=shared,
-    cut=cut,
-)
+FAMILY = dense_family("smollm", (SMOLLM3,), read, GGUFForm({"smollm3": SMOLLM3}, gguf_fields, interleaved_qk(["smollm3"])))

@@ -186,7 +186,7 @@ void octavo_draw(const Draws *draws);
 void octavo_rank(const Ranking *ranking);
 void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // of tokens 0 to count - 1
 
-// Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
+// Packing, once at load. Sources are row major; `data`, `scale`, `offset` and `top` of the matrix are written.
 void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32, F16 and BF16: [n][k]; divided by the factor
 // Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
@@ -198,6 +198,8 @@ void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *
 float octavo_block_range(int kind, const uint8_t *blocks, int64_t count);  // the largest |scale| or |offset|
 // Blocks straight into panels. tensors: whose rows follow each other, sizes: rows of each, rows: as for codes
 void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows);
+
+void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16
 
 void octavo_struct_sizes(int64_t *sizes);    // [8]: bytes of Matrix, Mixture, Layer, Group, Model, Step, Draws and Ranking
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "dispatch.h"
@@ -76,6 +77,25 @@ static void pack_row(Matrix &matrix, const uint8_t *row, int64_t panel, int64_t 
 static int64_t row_of(const Matrix &matrix, const int64_t *rows, int64_t panel, int64_t lane) {
     int64_t n = panel * P + lane;
     return n >= matrix.n ? -1 : rows ? rows[n] : n;
+}
+
+// The largest |scale * code + offset| that a panel could hold.
+static float panel_top(const Matrix &matrix, int64_t panel) {
+    const int64_t count = padded(matrix) / matrix.group * P;
+    const uint16_t *scale = matrix.scale + panel * count, *offset = matrix.offset + panel * count;
+    float least = 0, most = matrix.kind == OCTAVO_Q4 ? 15 : 255;
+    if (matrix.table) {
+        least = *std::min_element(matrix.table, matrix.table + 16);
+        most = *std::max_element(matrix.table, matrix.table + 16);
+    }
+    int32_t top = 0;  // the bits of floats that are not negative, which are in the same order, and which compilers vectorise
+    for (int64_t i = 0; i < count; i++) {
+        const float step = f16_to_float(scale[i]), base = f16_to_float(offset[i]);
+        const int32_t low = int32_t(float_to_bits(std::abs(step * least + base))), high = int32_t(float_to_bits(std::abs(step * most + base)));
+        const int32_t larger = low > high ? low : high;
+        top = larger > top ? larger : top;
+    }
+    return bits_to_float(uint32_t(top));
 }
 
 static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows, int64_t panel) {
@@ -206,18 +226,54 @@ static int64_t unpack_blocks(const Blocks &blocks, int64_t row, int64_t k, Unpac
     return count * one.runs;
 }
 
+// Scales or offsets of a row's runs, into the lane at `to` of all groups of the matrix: a run may be several groups.
+static void pack_runs(const Matrix &matrix, const float *numbers, int64_t runs, uint16_t *to) {
+    uint16_t halves[16];
+    const int64_t groups = padded(matrix) / matrix.group, each = runs ? matrix.k / matrix.group / runs : 0;
+    const float inverse = 1 / matrix.factor;  // of a power of two
+    const uint16_t *end = to + groups * P;
+    for (int64_t first = 0; first < runs; first += 16) {
+        const int64_t count = std::min<int64_t>(16, runs - first);
+        for (int64_t i = 0; i < count; i++) halves[i] = float_to_f16(numbers[first + i] * inverse);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t j = 0; j < each; j++, to += P) *to = halves[i];
+    }
+    for (; to < end; to += P) *to = 0;
+}
+
 static void pack_blocks(Matrix &matrix, const Blocks &blocks, const int64_t *rows, int64_t panel, Unpacked row) {
-    const int64_t groups = padded(matrix) / matrix.group, own = matrix.k / matrix.group;
-    uint16_t *scale = (uint16_t *)matrix.scale + panel * groups * P, *offset = (uint16_t *)matrix.offset + panel * groups * P;
+    const int64_t start = padded(matrix) / matrix.group * panel * P;
     for (int64_t lane = 0; lane < P; lane++) {
-        const int64_t n = row_of(matrix, rows, panel, lane), runs = n < 0 ? 1 : unpack_blocks(blocks, n, matrix.k, row);
-        for (int64_t g = 0; g < groups; g++) {
-            bool there = n >= 0 && g < own;
-            scale[g * P + lane] = there ? float_to_f16(row.scale[g * runs / own] / matrix.factor) : 0;
-            offset[g * P + lane] = there ? float_to_f16(row.offset[g * runs / own] / matrix.factor) : 0;
-        }
+        const int64_t n = row_of(matrix, rows, panel, lane), runs = n < 0 ? 0 : unpack_blocks(blocks, n, matrix.k, row);
+        pack_runs(matrix, row.scale, runs, (uint16_t *)matrix.scale + start + lane);
+        pack_runs(matrix, row.offset, runs, (uint16_t *)matrix.offset + start + lane);
         pack_row(matrix, n < 0 ? nullptr : row.codes, panel, lane);
     }
+}
+
+// One block as floats. codes: room for those of a block
+static void block_floats(const BlockKind &kind, const uint8_t *block, uint8_t *codes, float *to) {
+    float scale[16], offset[16];
+    kind.scales(block, scale, offset);
+    kind.unpack(block, codes);
+    const int64_t size = kind.codes / kind.runs;
+    for (int64_t run = 0; run < kind.runs; run++, codes += size, to += size)
+        for (int64_t i = 0; i < size; i++) to[i] = scale[run] * float(codes[i]) + offset[run];
+}
+
+// Numbers in another type. What float16 cannot hold becomes infinite.
+static void narrow(const float *from, int64_t count, int kind, void *to) {
+    if (kind == OCTAVO_F32) memcpy(to, from, size_t(count) * 4);
+    for (int64_t i = 0; kind == OCTAVO_BF16 && i < count; i++) ((uint16_t *)to)[i] = float_to_bf16(from[i]);
+    for (int64_t i = 0; kind == OCTAVO_F16 && i < count; i++)
+        ((uint16_t *)to)[i] = float_to_f16(from[i] > 0x1p16f ? 0x1p16f : from[i] < -0x1p16f ? -0x1p16f : from[i]);
+}
+
+// The largest of what each thread returns.
+static float largest_of(const std::function<float(int)> &body) {
+    std::vector<float> found(size_t(pool().threads()));
+    together([&](int thread) { found[size_t(thread)] = body(thread); });
+    return *std::max_element(found.begin(), found.end());
 }
 
 }  // namespace octavo
@@ -234,9 +290,14 @@ void octavo_pack_float(Matrix *matrix, const float *weights) {
 }
 
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows) {
-    together([&](int thread) {
+    matrix->top = largest_of([&](int thread) {
+        float top = 0;
         Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_codes(*matrix, codes, scale, offset, rows, panel);
+        for (int64_t panel = mine.begin; panel < mine.end; panel++) {
+            pack_codes(*matrix, codes, scale, offset, rows, panel);
+            top = std::max(top, panel_top(*matrix, panel));
+        }
+        return top;
     });
 }
 
@@ -258,8 +319,7 @@ void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *
 // The largest |scale| or |offset| of some blocks, infinity if one is no number.
 float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
     const BlockKind &one = BLOCK_KINDS[kind];
-    std::vector<float> most(size_t(pool().threads()), 0.0f);
-    together([&](int thread) {
+    return largest_of([&](int thread) {
         float scale[16], offset[16], largest = 0;
         Range mine = share(count, thread, pool().threads());
         for (int64_t i = mine.begin; i < mine.end; i++) {
@@ -271,19 +331,36 @@ float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
             }
             if (std::isinf(largest)) break;
         }
-        most[size_t(thread)] = largest;
+        return largest;
     });
-    return *std::max_element(most.begin(), most.end());
 }
 
 void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows) {
     const Blocks blocks{tensors, sizes, kinds};
-    together([&](int thread) {
+    matrix->top = largest_of([&](int thread) {
+        float top = 0;
         std::vector<uint8_t> codes(size_t(matrix->k));
         std::vector<float> scale(size_t(matrix->k / 16)), offset(size_t(matrix->k / 16));
         Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++)
+        for (int64_t panel = mine.begin; panel < mine.end; panel++) {
             pack_blocks(*matrix, blocks, rows, panel, Unpacked{codes.data(), scale.data(), offset.data()});
+            top = std::max(top, panel_top(*matrix, panel));
+        }
+        return top;
+    });
+}
+
+void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats) {
+    const BlockKind &one = BLOCK_KINDS[kind];
+    const int64_t bytes = one.codes * (to == OCTAVO_F32 ? 4 : 2);
+    together([&](int thread) {
+        uint8_t codes[256];
+        float values[256];
+        Range mine = share(count, thread, pool().threads());
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            block_floats(one, blocks + i * one.bytes, codes, values);
+            narrow(values, one.codes, to, (uint8_t *)floats + i * bytes);
+        }
     });
 }
 }

@@ -10,12 +10,13 @@ counted from where it is made to where it is dropped.
 """
 
 from octavo.policy.cache_spec import ITEM_BYTES
-from octavo.policy.description import LayerShape, Matrix, ModelDescription, StepLoad
+from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, MLPShape, ModelDescription, StepLoad
 
 FLOAT32 = 4
 # Bytes for each (row, token of the vocabulary) at the widest point of a top-p draw: logits 4, distances 4, those of the rows
 # that filter 4, their masses 8, which of them count 1, the same as integers 8, the product 8.
 SAMPLER_BYTES = 37
+CHOICE_BYTES = 20  # of an expert for a token: its number 8, its place in the order 8, its weight 4
 
 
 def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad, arm: bool = False) -> int:
@@ -29,8 +30,11 @@ def _product_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
     """The stream, a copied matrix, what it is multiplied with, and the result; the logits of the head are counted by the caller."""
 
     def numbers(matrix: Matrix) -> int:
-        rows = load.rows * matrix.columns if matrix.vocabulary else load.tokens * (model.hidden_size + matrix.rows + matrix.columns)
-        return matrix.numbers + rows
+        if matrix.vocabulary:
+            return matrix.numbers + load.rows * matrix.columns
+        experts = None if matrix.layer is None else model.layers[matrix.layer].mlp.experts
+        parts = experts.held if experts is not None and matrix.name in EXPERT_STACKS else 1  # one expert is multiplied at a time
+        return matrix.numbers // parts + load.tokens * (model.hidden_size + matrix.rows // parts + matrix.columns)
 
     return item * max(map(numbers, model.matrices))
 
@@ -45,9 +49,22 @@ def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: 
 
 
 def _layer_bytes(layer: LayerShape, hidden: int, dtype: str, cache_dtype: str, load: StepLoad) -> int:
-    mlp = load.tokens * layer.mlp.token_numbers * ITEM_BYTES[dtype]
+    mlp = _mlp_bytes(layer.mlp, hidden, ITEM_BYTES[dtype], load.tokens)
     mixer = layer.mixer.step_bytes(load, dtype, cache_dtype)
     return mixer + mlp if layer.parallel else max(mixer, mlp, _after_bytes(layer, hidden, ITEM_BYTES[dtype], load))
+
+
+def _mlp_bytes(mlp: MLPShape, hidden: int, item: int, tokens: int) -> int:
+    """At the widest point: gate and up, silu, their product.
+
+    Experts are computed one after the other. The largest of them could be chosen by every token; beside it there are the rows it reads,
+    what the one before it gave, the sum of all in float32, logits, and the places and weights of all choices. The expert that all share
+    comes after them.
+    """
+    if mlp.experts is None:
+        return tokens * 4 * mlp.inner * item
+    chosen, choices = item * (2 * hidden + 4 * mlp.inner) + FLOAT32 * hidden, mlp.experts.chosen * CHOICE_BYTES + mlp.experts.count * item
+    return tokens * (max(chosen, item * (hidden + 4 * mlp.experts.shared_inner)) + choices)
 
 
 def _after_bytes(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:

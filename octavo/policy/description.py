@@ -128,11 +128,6 @@ class MLPShape:
     experts: Experts | None = None
 
     @property
-    def token_numbers(self) -> int:
-        """Of the plain torch kernels, at the widest point: gate and up, silu, their product."""
-        return 4 * self.width
-
-    @property
     def gpu_token_numbers(self) -> int:
         """Gate and up, their product. Torch makes a GELU, and holds it beside them."""
         return (3 if self.activation == "swiglu" else 4) * self.width

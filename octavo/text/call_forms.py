@@ -1,6 +1,7 @@
 """The forms in which families of models write tool calls, and rules (Lark) of a grammar for each: Hermes, Llama 3, lists behind a tag.
 
-White space next to a tag belongs to it. `harmony.py` has another form, and `xml_calls.py` reads the calls of Qwen3-Coder.
+White space next to a tag belongs to it. `harmony.py` and `python_calls.py` have other forms, and `xml_calls.py` reads the
+calls of Qwen3-Coder.
 """
 
 import re

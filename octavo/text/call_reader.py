@@ -171,43 +171,23 @@ class ToolCallDelta:
     name: str | None = None
 
 
-class CallReader:
-    def __init__(self, head: str, index: int, names: Collection[str], stream: bool, name: str | None = None) -> None:
-        """`head`: the text in front of the object, if it belongs to the call, such as a tag. `name`: of the tool, where the object holds
-        its arguments alone"""
-        self.over = name is not None and name not in names  # it ended, or broke: there is nothing more to read
+class OneCall:
+    """What the readers of all forms share: a name and arguments, and what of them is given out."""
+
+    def __init__(self, head: str, index: int, names: Collection[str], stream: bool) -> None:
+        """`head`: the text in front of the call, if it belongs to it, such as a tag"""
+        self.over = False  # it ended, or broke: there is nothing more to read
         self.given = False  # its first delta is out
+        self.stands = False  # it is complete
         self._index, self._names, self._stream = index, names, stream
         self._text = [head]
-        self._next: Literal["object", "first key", "key", "colon", "value", "comma"] = "object"
-        self._scanner: JsonScanner | None = None  # of the key or value we are inside of
-        self._role: Role = "key"  # of that one, or of the value to come
-        self._seen: set[Role] = set()
-        self._word = ""  # of a key or a name, what came of it
-        self._name: str | None = None if self.over else name
+        self._name: str | None = None
         self._arguments: list[str] = []  # not given out yet
-        self._has_arguments = False
-        self._is_named = name is not None
-        if self._is_named:
-            self._next, self._role = "value", "arguments"
-
-    @property
-    def stands(self) -> bool:
-        return self._name is not None and self._has_arguments
 
     @property
     def text(self) -> str:
         """The text of the call so far. It is kept only until something is given out."""
         return "".join(self._text)
-
-    def take(self, text: str, at: int) -> int:
-        """Reads on from `at`. Returns the place at which the call is over or the text ends."""
-        start = at
-        while at < len(text) and not self.over:
-            at = self._structure(text, at) if self._scanner is None else self._value(self._scanner, text, at)
-        if not self.given:
-            self._text.append(text[start:at])
-        return at
 
     def news(self) -> list[ToolCallDelta]:
         if self._name is None or not self._arguments or not (self._stream or self.stands):
@@ -218,6 +198,45 @@ class CallReader:
         self._arguments.clear()
         self._text.clear()
         return deltas
+
+    def _keep(self, text: str) -> None:
+        if not self.given:
+            self._text.append(text)
+
+
+def as_written(value: object) -> str:
+    """Returns a value as JSON. Characters stand for themselves, unless one is half of a pair: no text may hold that."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+class CallReader(OneCall):
+    def __init__(self, head: str, index: int, names: Collection[str], stream: bool, name: str | None = None) -> None:
+        """`name`: of the tool, where the object holds its arguments alone"""
+        super().__init__(head, index, names, stream)
+        self.over = name is not None and name not in names
+        self._next: Literal["object", "first key", "key", "colon", "value", "comma"] = "object"
+        self._scanner: JsonScanner | None = None  # of the key or value we are inside of
+        self._role: Role = "key"  # of that one, or of the value to come
+        self._seen: set[Role] = set()
+        self._word = ""  # of a key or a name, what came of it
+        self._name = None if self.over else name
+        self._has_arguments = False
+        self._is_named = name is not None
+        if self._is_named:
+            self._next, self._role = "value", "arguments"
+
+    def take(self, text: str, at: int) -> int:
+        """Reads on from `at`. Returns the place at which the call is over or the text ends."""
+        start = at
+        while at < len(text) and not self.over:
+            at = self._structure(text, at) if self._scanner is None else self._value(self._scanner, text, at)
+        self._keep(text[start:at])
+        return at
 
     def _structure(self, text: str, at: int) -> int:
         at = skip_space(text, at)
@@ -278,3 +297,4 @@ class CallReader:
             case "arguments":
                 self._has_arguments = True
                 self.over = self._is_named
+        self.stands = self._name is not None and self._has_arguments

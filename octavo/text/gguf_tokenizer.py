@@ -3,6 +3,7 @@
 A GGUF file carries the vocabulary as lists (tokens, their types, merges or scores) and names the rules around it:
     tokenizer.ggml.model = "gpt2"    byte-level BPE; `tokenizer.ggml.pre` says how text is split before merging (`gguf_splits.py`)
     tokenizer.ggml.model = "llama"   sentencepiece BPE: no merge list, the highest-scoring merged piece goes first
+    tokenizer.ggml.model = "t5"      sentencepiece unigram: the pieces whose scores have the largest sum
 The lists are given to the `tokenizers` library in bulk, so 50,000 tokens take about 0.1 s. Everything read is checked here;
 a damaged list is a LoadError that names its key.
 """
@@ -14,16 +15,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from octavo.errors import LoadError
 from octavo.text.gguf_splits import SPLITS, Split
-from octavo.text.tokenizer_json import MAX_ADDED_CHARS, MAX_ADDED_TEXT, MAX_ADDED_TOKENS
+from octavo.text.tokenizer_json import MAX_ADDED_CHARS, MAX_ADDED_TEXT, MAX_ADDED_TOKENS, MAX_UNIGRAM_TEXT
 
 Item = TypeVar("Item")
 
 # Values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+UNREACHABLE = -1e6  # a score
 
 # Every way to cut a piece in two is tried, so a file may not hold many long ones.
 MAX_PIECE_CHARS, MAX_PIECE_TEXT, MAX_MERGES = 512, 4_000_000, 2**20  # of one, of all, and the merges they make
@@ -55,8 +58,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], source: str) -> GgufTok
     elif kind == "llama":
         backend = _sentencepiece_backend(vocab, fields)
         add_bos = fields.flag("ggml.add_bos_token", True)
+    elif kind == "t5":
+        backend = _unigram_backend(vocab, fields)
+        add_bos = fields.flag("ggml.add_bos_token", False)
     else:
-        raise fields.error("ggml.model", f"is {reprlib.repr(kind)}; supported: gpt2, llama")
+        raise fields.error("ggml.model", f"is {reprlib.repr(kind)}; supported: gpt2, llama, t5")
     backend.add_tokens(vocab.added(fields, swallow_space=kind == "llama" and metadata.get("general.architecture") == "phi3"))
     if add_bos and bos is not None:
         backend.post_processor = processors.TemplateProcessing(single="BOS $A", pair="BOS $A $B", special_tokens=[("BOS", bos)])
@@ -73,6 +79,9 @@ class _Fields:
     def __init__(self, metadata: Mapping[str, object], source: str) -> None:
         self._metadata = metadata
         self._source = source
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._metadata
 
     def error(self, key: str, what: str) -> LoadError:
         return LoadError(f"{self._source}: tokenizer.{key} {what}")
@@ -176,11 +185,36 @@ def _sentencepiece_backend(vocab: _Vocab, fields: _Fields) -> Tokenizer:
     backend = Tokenizer(
         models.BPE(vocab.ids, _merges_by_score(vocab, scores, fields), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
+    _set_spaces(backend, fields, [])
+    return backend
+
+
+def _set_spaces(backend: Tokenizer, fields: _Fields, first: list[normalizers.Normalizer]) -> None:
+    """Spaces are written as ▁, one is put in front of a text, and both are undone when ids become text. `first`: what comes before"""
     add_prefix = fields.flag("ggml.add_space_prefix", True)
-    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if add_prefix else spaces)
+    prefix: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if add_prefix else []
+    backend.normalizer = normalizers.Sequence([*first, *prefix, normalizers.Replace(" ", "▁")])
     drop_prefix: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if add_prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *drop_prefix])
+
+
+def _unigram_backend(vocab: _Vocab, fields: _Fields) -> Tokenizer:
+    """Pieces that no text is made of (bytes, control and unused ones) get a score that no way through a text takes."""
+    scores = fields.items("ggml.scores", _finite, len(vocab.tokens))
+    characters = sum(map(len, vocab.tokens))
+    if characters > MAX_UNIGRAM_TEXT:
+        raise fields.error("ggml.tokens", f"has {characters:,} characters, at most {MAX_UNIGRAM_TEXT:,} are taken")
+    unknown = next((token_id for token_id, kind in enumerate(vocab.types) if kind == UNKNOWN), None)
+    if unknown is None:
+        raise fields.error("ggml.token_type", "has no token for what is unknown")
+    usable = [score if kind in (NORMAL, USER_DEFINED) else UNREACHABLE for score, kind in zip(scores, vocab.types, strict=True)]
+    backend = Tokenizer(models.Unigram(list(zip(vocab.tokens, usable, strict=True)), unknown, BYTE in vocab.types))
+    first: list[normalizers.Normalizer] = []
+    if "tokenizer.ggml.precompiled_charsmap" in fields and (charsmap := fields.items("ggml.precompiled_charsmap", _byte)):
+        first.append(normalizers.Precompiled(bytes(charsmap)))
+    if fields.flag("ggml.remove_extra_whitespaces", False):
+        first += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    _set_spaces(backend, fields, first)
     return backend
 
 
@@ -219,6 +253,10 @@ def _integer(item: object) -> int:
 def _pair(item: object) -> tuple[str, str]:
     left, right = _text(item).split(" ")
     return left, right
+
+
+def _byte(item: object) -> int:
+    return _integer(item) & 255  # files have them with a sign or without
 
 
 def _finite(item: object) -> float:

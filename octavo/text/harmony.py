@@ -73,10 +73,11 @@ class HarmonySplitter:
         self.answering |= not thinks
         self._state = "body"
         pieces.append(Piece("content" if self._is_call else "tag", head))
-        return self._body(text, end, pieces) if end == at else end
+        return self._body(text, end, pieces, headless=True) if end == at else end
 
-    def _body(self, text: str, at: int, pieces: list[Piece]) -> int:
-        found = END.search(text, at)
+    def _body(self, text: str, at: int, pieces: list[Piece], headless: bool = False) -> int:
+        """`headless`: the text begins where a head should, and may begin with its tag, which then belongs to it"""
+        found = END.search(text, at + len(START) if headless and text.startswith(START, at) else at)
         end = min(half_tag(text, at, tag, spaces=False) for tag in ENDS) if found is None else found.start()
         pieces.append(Piece(self._kind, text[at:end]))
         if found is None:

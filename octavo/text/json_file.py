@@ -17,19 +17,24 @@ MAX_ITEMS = 4_000_000  # three times what that one holds
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     try:
+        return read_bytes(path, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise LoadError(f"{path}: not UTF-8 (at byte {error.start})") from None
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise LoadError(f"{path}: not a regular file")
         if found.st_size > max_bytes:
             raise LoadError(f"{path}: larger than {max_bytes // 2**20} MiB")
         with path.open("rb") as file:
-            return file.read(max_bytes).decode()
+            return file.read(max_bytes)
     except FileNotFoundError:
         raise LoadError(f"{path}: not found") from None
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise LoadError(f"{path}: not UTF-8 (at byte {error.start})") from None
 
 
 def parse_json_object(text: str, path: Path, unique_keys: bool = False, max_items: int = MAX_ITEMS) -> dict[str, Any]:

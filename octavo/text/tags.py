@@ -29,7 +29,8 @@ def half_tag(text: str, start: int, tag: str, spaces: bool = True) -> int:
 
     Without `spaces`, white space does not belong to the tag.
     """
-    place = text.rfind(tag[0], max(start, len(text) - len(tag) + 1))
-    if place < 0 or not tag.startswith(text[place:]):
-        place = len(text)
+    place = text.find(tag[0], max(start, len(text) - len(tag) + 1))
+    while place >= 0 and not tag.startswith(text[place:]):
+        place = text.find(tag[0], place + 1)
+    place = len(text) if place < 0 else place
     return tag_start(text, start, place) if spaces else place

@@ -22,7 +22,8 @@ import tokenizers
 from octavo.errors import LoadError, OctavoError, RequestError
 from octavo.text.gguf_tokenizer import build_gguf_tokenizer
 from octavo.text.json_file import parse_json_object, read_json_object, read_text
-from octavo.text.tokenizer_json import check_tokenizer_json
+from octavo.text.sentencepiece_file import read_sentencepiece
+from octavo.text.tokenizer_json import check_added_tokens, check_tokenizer_json
 
 # Added tokens that stand where an image goes: without one they mean nothing.
 IMAGE_TOKENS = frozenset({"<|image_pad|>", "<|video_pad|>", "<|image|>", "<image>", "<image_soft_token>", "[IMG]"})
@@ -63,12 +64,31 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """Reads tokenizer.json and tokenizer_config.json of a Hugging Face folder. chat_template.jinja wins over the config's template."""
+        """Reads tokenizer.json and tokenizer_config.json of a Hugging Face folder. chat_template.jinja wins over the config's template.
+
+        tokenizer.model is read where there is no tokenizer.json.
+        """
+        if not (path / "tokenizer.json").exists() and (path / "tokenizer.model").exists():
+            return cls._from_sentencepiece(path, path / "tokenizer.model")
         with _complaints(path / "tokenizer.json"):
             backend, num_ids = _read_tokenizer_json(path / "tokenizer.json")
             config = read_json_object(path / "tokenizer_config.json")
             bos, eos = (_special_id(backend, config, key, path / "tokenizer_config.json") for key in ("bos_token", "eos_token"))
             return cls(backend, str(path), num_ids, bos, () if eos is None else (eos,), _folder_template(path, config))
+
+    @classmethod
+    def _from_sentencepiece(cls, path: Path, file: Path) -> Self:
+        with _complaints(file):
+            config = read_json_object(path / "tokenizer_config.json")
+            keys = read_sentencepiece(file)
+            if isinstance(add_bos := config.get("add_bos_token"), bool):
+                keys["tokenizer.ggml.add_bos_token"] = add_bos
+            parts = build_gguf_tokenizer(keys, str(file))
+            _add_tokens(parts.backend, config.get("added_tokens_decoder"), path / "tokenizer_config.json")
+            bos, eos = (_special_id(parts.backend, config, key, path / "tokenizer_config.json") for key in ("bos_token", "eos_token"))
+            ends = parts.eos_token_ids if eos is None else tuple(dict.fromkeys((eos, *parts.eos_token_ids)))
+            bos = parts.bos_token_id if bos is None else bos
+            return cls(parts.backend, str(path), parts.num_ids, bos, ends, _folder_template(path, config))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], source: str) -> Self:
@@ -199,6 +219,17 @@ def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     return backend, num_ids
 
 
+def _add_tokens(backend: tokenizers.Tokenizer, listed: object, path: Path) -> None:
+    """Adds the tokens that a tokenizer_config.json has besides those of the model."""
+    entries = [{**token, "id": int(key)} for key, token in listed.items()] if isinstance(listed, dict) else []
+    check_added_tokens(entries, path)
+    for entry in sorted(entries, key=lambda entry: int(entry["id"])):
+        token = tokenizers.AddedToken(entry["content"], special=entry.get("special") is True, normalized=False)
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != entry["id"]:
+            raise LoadError(f"{path}: added token {reprlib.repr(token.content)} has id {entry['id']}: ids must follow on from the model's")
+
+
 def _special_id(backend: tokenizers.Tokenizer, config: Mapping[str, object], key: str, path: Path) -> int | None:
     entry = config.get(key)
     if isinstance(entry, dict):  # older files write {"content": "<s>", ...}
@@ -207,7 +238,7 @@ def _special_id(backend: tokenizers.Tokenizer, config: Mapping[str, object], key
         return None
     token_id = backend.token_to_id(entry) if isinstance(entry, str) else None
     if token_id is None:
-        raise LoadError(f"{path}: {key} is {reprlib.repr(entry)}, which is no token of tokenizer.json")
+        raise LoadError(f"{path}: {key} is {reprlib.repr(entry)}, which is no token of the tokenizer")
     return token_id
 
 

@@ -48,6 +48,11 @@ def check_tokenizer_json(raw: Mapping[str, Any], path: Path) -> int:
     return checker.model(raw.get("model"))
 
 
+def check_added_tokens(entries: list[Any], path: Path) -> None:
+    """Refuses added tokens, each with a content and an id, that are too many, too long, or not what they should be."""
+    _Checker(path).added_tokens(entries)
+
+
 class _Checker:
     def __init__(self, path: Path) -> None:
         self.path = path

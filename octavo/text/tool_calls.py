@@ -29,6 +29,7 @@ from octavo.text.call_forms import (
 from octavo.text.call_parser import AnswerPiece, CallParser
 from octavo.text.call_reader import ToolCallDelta
 from octavo.text.harmony import CALL, CHANNEL, MESSAGE, HarmonyParser, harmony_grammar
+from octavo.text.python_calls import PYTHON_TEMPLATE, PythonParser
 from octavo.text.xml_calls import XML_TEMPLATE, Texts
 
 # as templates write JSON; it also keeps a small model from writing spaces for ever
@@ -50,6 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi4_mini_json": Family(phi_parser, re.compile(r"<\|/tool(_call)?\|>").search, list_grammar("<|tool_call|>", "<|/tool_call|>")),
     "granite": Family(granite_parser, re.compile(r"<\|tool_call\|>").search, list_grammar("<|tool_call|>")),
     "qwen3_coder": Family(HermesParser, XML_TEMPLATE.search, hermes_grammar),
+    "pythonic": Family(PythonParser, PYTHON_TEMPLATE.search, list_grammar(""), ("NAME(**", ")")),
     "harmony": Family(
         HarmonyParser, re.compile(re.escape(CHANNEL)).search, harmony_grammar,
         (f"{CHANNEL}commentary to=functions.NAME <|constrain|>json{MESSAGE}", CALL),

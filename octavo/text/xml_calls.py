@@ -14,10 +14,9 @@ when it is complete. JSON in the tag is read as Hermes' form is: forced calls ha
 
 import json
 import re
-import secrets
 from collections.abc import Collection
 
-from octavo.text.call_reader import CallReader, ToolCallDelta
+from octavo.text.call_reader import CallReader, OneCall, ToolCallDelta, as_written
 from octavo.text.tags import half_tag, skip_space
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
@@ -28,22 +27,13 @@ HALF_NAME = re.compile(r"[^<>\n]{0,100}+")
 Texts = Collection[tuple[str, str]]  # tools and their parameters that are text
 
 
-class XmlReader:
+class XmlReader(OneCall):
     def __init__(self, head: str, index: int, names: Collection[str], stream: bool, texts: Texts) -> None:
-        self.over = False
-        self.given = False
-        self.stands = False
-        self._index, self._names, self._stream, self._texts = index, names, stream, texts
-        self._text = [head]
-        self._name: str | None = None
+        super().__init__(head, index, names, stream)
+        self._texts = texts
         self._key: str | None = None  # of the parameter we are inside of
         self._value: list[str] = []
-        self._arguments: list[str] = []  # not given out yet
         self._num_parameters = 0
-
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
 
     def take(self, text: str, at: int) -> int:
         """Reads on from `at`. Returns the place at which the call is over, or from which on it has to see more."""
@@ -53,19 +43,8 @@ class XmlReader:
             if place == at:
                 break
             at = place
-        if not self.given:
-            self._text.append(text[start:at])
+        self._keep(text[start:at])
         return at
-
-    def news(self) -> list[ToolCallDelta]:
-        if self._name is None or not self._arguments or not (self._stream or self.stands):
-            return []
-        deltas = [] if self.given else [ToolCallDelta(self._index, "", f"call_{secrets.token_hex(12)}", self._name)]
-        deltas.append(ToolCallDelta(self._index, "".join(self._arguments)))
-        self.given = True
-        self._arguments.clear()
-        self._text.clear()
-        return deltas
 
     def _step(self, text: str, at: int) -> int:
         """Takes the next tag with its name, or some of a value. Returns `at` if more has to come first."""
@@ -115,10 +94,10 @@ def as_json(value: str, is_text: bool) -> str:
     """Returns a value as JSON: as it reads, if it may be something else than text and is JSON."""
     if not is_text:
         try:
-            return json.dumps(json.loads(value, parse_constant=_no_number), ensure_ascii=False)
+            return as_written(json.loads(value, parse_constant=_no_number))
         except (ValueError, RecursionError):
             pass
-    return json.dumps(value, ensure_ascii=False)
+    return as_written(value)
 
 
 def _no_number(name: str) -> None:

@@ -28,7 +28,7 @@ from octavo.loading.renamed import under_rules
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.shape import dummy_shape
-from octavo.loading.sharded import StagedCheckpoint, of_rank
+from octavo.loading.sharded import of_rank, of_stage
 from octavo.loading.stacked import unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
@@ -200,7 +200,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
     found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)
     if facts.place.stage.count > 1:
         elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()
-        found = StagedCheckpoint(found, facts.layers, elsewhere, facts.place.stage.last)
+        found = of_stage(found, facts.layers, elsewhere, facts.place.stage.last)
     return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
 
 

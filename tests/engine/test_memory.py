@@ -18,6 +18,8 @@ from octavo.attention.cpu import CpuBackend
 from octavo.cli.config_file import size
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kernels.ops import choose_experts
+from octavo.layers import mixture as mixture_layer
 from octavo.layers.comm import NullComm
 from octavo.loading.requantized import DummyCheckpoint
 from octavo.loading.resolve import load_model_config, resolve_model
@@ -243,17 +245,51 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+def write_folder(path: Path, config: dict[str, Any]) -> str:
+    """Writes a folder with random weights. Returns its path."""
+    (path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        empty = build_model(load_model_config(resolve_model(str(path))), torch.float32, CpuBackend, NullComm(), max_len=1)
+    weights = DummyCheckpoint(empty, seed=0)
+    save_file({name: weights.read(name).clone().bfloat16() for name in weights.names()}, path / "model.safetensors")
+    return str(path)
+
+
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1}
+MIXTURE = SMALL | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4, "mlp_only_layers": []}
+GEMMA = SMALL | {
+    "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 64, "sliding_window_pattern": 3,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32, "intermediate_size": 2048, "hidden_size": 512,
+}  # fmt: skip
+LARGER = {"hidden_size": 1024, "num_hidden_layers": 8}
+
+
+# promise: memory-plan-before
+@pytest.mark.parametrize(
+    ("config", "native"),
+    [
+        pytest.param(MIXTURE, True, id="mixture"), pytest.param(GEMMA, True, id="two groups"),
+        pytest.param(MIXTURE, False, id="mixture in torch", marks=pytest.mark.soak),
+        pytest.param(GEMMA, False, id="two groups in torch", marks=pytest.mark.soak),
+        pytest.param(MIXTURE | LARGER, True, id="larger mixture", marks=pytest.mark.soak),
+        pytest.param(GEMMA | LARGER | {"num_hidden_layers": 24}, True, id="larger, two groups", marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_mixtures_and_models_with_two_groups_take_what_was_planned(config: dict[str, Any], native: bool, tmp_path: Path) -> None:
+    model, dtype, length = write_folder(tmp_path, config), "bfloat16" if native else "float32", 257 if "num_experts" in config else 129
+    engine = {"dtype": dtype, "native": native, "num_gpu_blocks_override": 3 * length - 2, "max_num_seqs": 16}
+    engine |= {"max_num_batched_tokens": 256, "max_model_len": length, "skip_tokenizer_init": True}
+    before, most = held_under_load({"model": model, "engine": engine, "vocab": 512, "requests": 16, "prompt": length - 2, "tokens": 2})
+    assert plan_for(model, engine).use.total - LIBRARIES == pytest.approx(most - before, rel=0.05)
+
+
 # promise: kv-cache-dtype
 def test_a_pool_of_codes_holds_nearly_twice_the_tokens_and_takes_what_was_planned(tmp_path: Path) -> None:
     """Heads of 64 dimensions: 64 + 4 bytes instead of 128. The pool is nearly all that this engine takes, and is written to the end."""
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | wide | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}))
-    model, engine = str(tmp_path), {"dtype": "bfloat16", "native": True, "max_num_seqs": 24, "max_num_batched_tokens": 64}
+    model = write_folder(tmp_path, SMALL | wide | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64})
+    engine = {"dtype": "bfloat16", "native": True, "max_num_seqs": 24, "max_num_batched_tokens": 64}
     engine |= {"kv_cache_memory_bytes": 2**28, "max_model_len": 257, "skip_tokenizer_init": True}
-    with torch.device("meta"):
-        empty = build_model(load_model_config(resolve_model(model)), torch.float32, CpuBackend, NullComm(), max_len=1)
-    weights = DummyCheckpoint(empty, seed=0)
-    save_file({name: weights.read(name).clone() for name in weights.names()}, tmp_path / "model.safetensors")
     codes = engine | {"kv_cache_dtype": "int8"}
     assert plan_for(model, codes).geometry.num_blocks / plan_for(model, engine).geometry.num_blocks == pytest.approx(128 / 68, rel=0.001)
     codes["num_gpu_blocks_override"] = 24 * 16 + 1
@@ -270,6 +306,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "gathered keys": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
     "gathered codes": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
     "capped scores": ({"intermediate_size": 64, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 8192}, 1, 1024, 1, 1024, {}),
+    "one expert": (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []}, 1, 1024, 1, 1024, {}),
     "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
 }
 
@@ -293,6 +330,8 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
     cache: Any = "int8" if largest == "gathered codes" else "auto"
     (tmp_path / "config.json").write_text(json.dumps(SMALL | fields))
     forward, sample = ModelRunner.forward, ModelRunner.sample
+    if largest == "one expert":  # every token chooses the same ones
+        monkeypatch.setattr(mixture_layer, "choose_experts", lambda logits, *form: choose_experts(logits * 0 + torch.arange(16), *form))
     peaks: list[int] = []
     watched: list[bool] = []
 

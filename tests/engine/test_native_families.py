@@ -31,6 +31,7 @@ def answers(folder: Path, tiny: Tiny, **settings: Any) -> tuple[list[Any], bool,
         return outputs, isinstance(llm._core.executor.program, NativeProgram), given_back[0]
 
 
+# promise: family-native
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_the_text_of_the_torch_program(name: str, tmp_path: Path) -> None:
     tiny = FAMILIES[name]
@@ -46,6 +47,7 @@ def test_a_family_gives_the_text_of_the_torch_program(name: str, tmp_path: Path)
             assert all(abs(a[token].logprob - b[token].logprob) < 1e-3 for a, b in zip(mine, theirs) for token in set(a) & set(b))
 
 
+# promise: family-native
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_a_mixture_gives_the_text_of_the_torch_program(architecture: str, tmp_path: Path) -> None:
     tiny = Tiny(architecture, {})

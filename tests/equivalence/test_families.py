@@ -42,6 +42,7 @@ def greedy(model: Path, tiny: Tiny, prompts: list[list[int]], tokens: int, **set
         return llm.generate(prompts, params, use_tqdm=False), given_back[0]
 
 
+# promise: family-folder
 @pytest.mark.parametrize("load", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_the_tokens_transformers_gives(name: str, load: tuple[int, int], tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_a_family_gives_the_tokens_transformers_gives(name: str, load: tuple[int
     assert (given_back > 0) == (tiny.options.get("sliding_window") is not None)
 
 
+# promise: family-folder
 @PLACES
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_them_on_a_gpu_too(name: str, place: Place, tmp_path: Path) -> None:
@@ -68,6 +70,7 @@ def test_a_family_gives_them_on_a_gpu_too(name: str, place: Place, tmp_path: Pat
     compare_with_reference(outputs, reference_model(folder, tiny)).accept()
 
 
+# promise: family-gguf
 @pytest.mark.parametrize("name", [name for name, tiny in FAMILIES.items() if tiny.gguf])
 def test_a_gguf_file_gives_the_text_of_its_folder(name: str, tmp_path: Path) -> None:
     tiny = FAMILIES[name]

@@ -40,6 +40,7 @@ def accepted(folder: Path, outputs: list[RequestOutput], tokens: int) -> None:
     comparison.accept()
 
 
+# promise: mixture-text
 @pytest.mark.parametrize(("requests", "tokens"), [(6, 20), pytest.param(200, 64, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("architecture", MIXTURES)
@@ -51,6 +52,7 @@ def test_mixtures_give_the_tokens_transformers_gives(architecture: str, native: 
     accepted(folder, outputs, requests * tokens)
 
 
+# promise: mixture-text
 @PLACES
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_mixtures_give_them_on_a_gpu_too(architecture: str, place: Place, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def greedy(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
+# promise: family-folder
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_tiny_models_give_the_tokens_transformers_gives(architecture: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -67,6 +67,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 # -- what comes
 
 
+# promise: hf-overrides
+def test_the_config_is_checked_with_its_overrides_before_weights_come(server: FakeHub, hub: Hub) -> None:
+    unknown = json.loads(CONFIG) | {"hidden_act": "relu"}
+    server.repos["octo/tiny"].files["config.json"] = json.dumps(unknown).encode()
+    with pytest.raises(LoadError, match="relu"):
+        fetch_model(NAME, hub=hub)
+    with pytest.raises(ConfigError, match="hf_overrides has 'hidden_akt'"):
+        fetch_model(NAME, hub=hub, overrides={"hidden_act": "silu", "hidden_akt": "silu"})
+    assert (fetch_model(NAME, hub=hub, overrides={"hidden_act": "silu"}) / "model.safetensors").read_bytes() == WEIGHTS
+
+
 # promise: model-owner-name, downloads-take-only
 def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hub: Hub) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.full((4,), float(i))}) for i in (1, 2)}

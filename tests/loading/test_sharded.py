@@ -199,7 +199,7 @@ class Touched(TorchDispatchMode):
     def __init__(self, checkpoint: FileCheckpoint) -> None:
         super().__init__()
         if isinstance(checkpoint, GGUFCheckpoint):
-            spans = [(checkpoint._data.data_ptr(), checkpoint._data.nbytes)]
+            spans = [(checkpoint._file._data.data_ptr(), checkpoint._file._data.nbytes)]
         else:
             assert isinstance(checkpoint, SafetensorsCheckpoint)
             stored = [checkpoint._stored(name) for name in checkpoint._file_of]

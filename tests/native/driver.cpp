@@ -92,7 +92,6 @@ struct Packed {
         matrix.n = one.number(prefix + "n");
         matrix.k = one.number(prefix + "k");
         matrix.factor = float(one.real(prefix + "factor"));
-        matrix.top = float(one.real(prefix + "top"));
         matrix.bias = one.get<float>(prefix + "bias");
         matrix.order = one.get<int32_t>(prefix + "order");
         matrix.table = one.get<uint8_t>(prefix + "table");

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from octavo.errors import LoadError
-from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS, largest_of_blocks
-from octavo.kernels.cpu.library import Q4, Q8, NativeLibrary, find_library
+from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS, largest_of_blocks, write_floats
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, find_library
 from octavo.kernels.cpu.packing import Blocks, PackedMatrix, pack_blocks, pack_codes
+from octavo.kernels.reference.dequant import dequantize
 from octavo.quant.packed import concatenate, factor_for, fold_gguf
 from tests.support.gguf_scales import HALVES, put
 
@@ -62,6 +63,27 @@ def test_rows_of_a_part_may_stand_in_another_order() -> None:
     order = np.random.default_rng(1).permutation(32)
     assert_same([blocks("Q4_K", 32, order), blocks("Q6_K", 16)])
     assert_same([blocks("Q4_K", 32, order)], np.concatenate([np.arange(32)[::-1], [-1, -1]]))
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+@pytest.mark.parametrize(("to", "dtype"), [(F32, torch.float32), (BF16, torch.bfloat16), (F16, torch.float16)])
+def test_blocks_become_the_floats_of_torch(kind: str, to: int, dtype: torch.dtype) -> None:
+    part = blocks(kind, 37)
+    put(part.raw.reshape(-1, BLOCK_KINDS[kind].num_bytes)[:3], kind, np.array([60000, 1e-7, np.nan], np.float16))  # too large, too small
+    found = torch.empty(part.shape, dtype=dtype)
+    write_floats(part.raw, kind, library(), to, found.data_ptr())
+    expected = dequantize(torch.from_numpy(part.raw.copy()), kind, part.shape).to(dtype)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+
+
+def test_no_weight_of_a_matrix_is_larger_than_its_top() -> None:
+    scale, offset = (np.random.default_rng(seed).normal(0, 1, (21, 4)).astype(np.float16) for seed in (0, 1))
+    codes, wide = np.zeros((21, 128), np.uint8), (scale.astype(np.float32), offset.astype(np.float32))
+    table = np.array([3, *range(2, 16), 9], np.uint8)
+    for kind, used, (least, most) in ((Q4, None, (0, 15)), (Q8, None, (0, 255)), (Q4, table, (2, 15))):
+        packed = pack_codes(library(), codes, scale, offset, 32, kind, table=used)
+        assert packed.struct.top == pytest.approx(max(np.abs(wide[0] * end + wide[1]).max() for end in (least, most)), rel=1e-6)
 
 
 def test_a_scale_that_is_no_number_is_refused_by_the_name_of_its_tensor() -> None:

@@ -1,6 +1,8 @@
-"""The forms of tool calls of Mistral, Granite, Phi-4-mini, Qwen3-Coder and gpt-oss: read back however they are cut."""
+"""The forms of tool calls of Mistral, Granite, Phi-4-mini, Qwen3-Coder, Gemma and gpt-oss: read back however they are cut."""
 
 import json
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -60,6 +62,71 @@ NO_CALLS = ["rm[ARGS]{}", " no list", "[1]", "weather[ARGS]5", "weather[ARG", ""
 def test_a_tag_without_a_call_behind_it_is_text(text: str) -> None:
     for texts in ([text], list(text)):
         assert collected(parse("mistral", texts, stream=True)[0]) == (text, [])
+
+
+# -- Gemma
+
+LITERALS = st.recursive(
+    st.text("ab'\"\\\n,()[]é`\x01", max_size=8) | st.integers() | st.floats(-1e9, 1e9) | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab'\"", max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+KEYWORDS = st.dictionaries(st.sampled_from(["city", "days", "x_1"]), LITERALS, max_size=3)
+
+
+def in_python(name: str, arguments: dict[str, object]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def in_one_object(name: str, arguments: dict[str, object]) -> str:
+    """As forced calls are."""
+    return f"{name}(**{json.dumps(arguments)})"
+
+
+# promise: tool-call-forms
+@given(
+    st.lists(st.tuples(st.sampled_from(NAMES), KEYWORDS), min_size=1, max_size=3), st.sampled_from([in_python, in_one_object]),
+    st.sampled_from(["[%s]", " [ %s ] ", "Let me look.\n```tool_code\n%s\n```", "```tool_code\n[%s]\n```\n"]), CUTS, st.booleans(),
+)  # fmt: skip
+def test_calls_in_python_become_json(
+    calls: list[tuple[str, dict[str, object]]], write: Callable[..., str], form: str, cuts: list[int], stream: bool
+) -> None:
+    lines = "\n" if form.startswith("Let") else ", "
+    pieces, parser = parse("pythonic", cut(form % lines.join(write(*call) for call in calls), cuts), stream)
+    said, read = collected(pieces)
+    assert said.strip() == ("Let me look." if form.startswith("Let") else "")
+    assert [(call.name, json.loads(call.arguments)) for call in read] == calls
+    assert parser.num_calls == len(calls)
+    check_form(pieces)
+
+
+NO_PYTHON = [
+    "[1] Smith, [2] Jones", "[weather](https://example.org)", "[rm()]", "[weather(city=__import__('os'))]", "[weather(5)]", "weather()",
+    "[weather(city='a', city='b')]", "[weather(ci ty='a')]", "[weather(city='\\U00110000')]", "[weather(**5)]", "[weather(days=1e)]",
+    "A [weather()]", "```tool_code\nprint(1)\n```", f"[weather(x={'[' * 100})]", "[weather(x='a'", "[weather(x=1 + 1)]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_PYTHON)
+def test_what_is_no_call_of_an_offered_tool_with_literals_is_text(text: str) -> None:
+    for texts in ([text], list(text)):
+        assert collected(parse("pythonic", texts, stream=False)[0]) == (text, [])
+
+
+def test_a_literal_of_any_length_costs_time_in_proportion_to_it() -> None:
+    text = "[weather(city='" + "\\x41\\\\" * 20_000 + "', days=[" + "1, " * 20_000 + "1], x=\"" + "'" * 100_000 + '")]'
+    started = time.process_time()
+    _, (call,) = collected(parse("pythonic", list(text), stream=True)[0])
+    assert len(json.loads(call.arguments)["days"]) == 20_001
+    assert time.process_time() - started < 20
+
+
+def test_half_of_a_pair_of_characters_stays_escaped() -> None:
+    _, (call,) = collected(parse("pythonic", ["[weather(city='\\ud83d')]"], stream=False)[0])
+    assert call.arguments == '{"city": "\\ud83d"}'
+    parser = tool_call_parser("qwen3_coder", NAMES, True)
+    text = '<tool_call><function=weather><parameter=x>"\\ud83d"</parameter></function></tool_call>'
+    assert collected([*parser.push(text), *parser.flush()])[1][0].arguments == '{"x": "\\ud83d"}'
 
 
 # -- Qwen3-Coder
@@ -141,7 +208,7 @@ def test_any_cut_gives_the_same_pieces_and_every_character_once(text: str, cuts:
     assert pieces == split([text]) == split(list(text)) and "".join(part for _, part in pieces) == text
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "Hello", "<b>", "<|im_end|>", "<|chan"])
+@pytest.mark.parametrize("text", ['{"a": 1}', "Hello", "<b>", "<|im_end|>", "<|chan", "<|start|>" + "x" * 300])
 def test_an_answer_without_channels_is_content(text: str) -> None:
     for texts in ([text], list(text)):
         splitter = HarmonySplitter()
@@ -160,7 +227,8 @@ def test_tokens_of_the_analysis_are_counted() -> None:
 
 SOURCES = {
     "mistral": "{{ '[TOOL_CALLS] ' + calls }}", "granite": "respond with <|tool_call|> followed by a JSON list",
-    "phi4_mini_json": "'<|tool|>' + tools + '<|/tool|>'", "harmony": "<|channel|>analysis", "none": "<start_of_turn>model",
+    "phi4_mini_json": "'<|tool|>' + tools + '<|/tool|>'", "harmony": "<|channel|>analysis",
+    "pythonic": "Example Format: [func_name1(params_name1=params_value1, ...), func_name2(params)]", "none": "<start_of_turn>model",
 }  # fmt: skip
 
 

@@ -44,6 +44,12 @@ def unpack_blocks(raw: NDArray[np.uint8], kind: str) -> tuple[NDArray[np.uint8],
     return codes, scale, offset
 
 
+def write_floats(raw: NDArray[np.uint8], kind: str, library: NativeLibrary, to: int, floats: int) -> None:
+    """Writes what blocks stand for to the address `floats`, as numbers of the kind `to`: F32, BF16 or F16."""
+    form = BLOCK_KINDS[kind]
+    library.call.octavo_block_floats(form.place, address(raw), raw.size // form.num_bytes, to, floats)
+
+
 def largest_of_blocks(raw: NDArray[np.uint8], kind: str, library: NativeLibrary) -> float:
     """Returns the largest |scale| or |offset| of some blocks; infinity if one is no number."""
     form = BLOCK_KINDS[kind]

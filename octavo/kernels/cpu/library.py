@@ -118,6 +118,7 @@ FUNCTIONS = {
     "octavo_halves": (None, [c_void_p, c_int64, c_float, c_void_p]),
     "octavo_block_range": (c_float, [c_int, c_void_p, c_int64]),
     "octavo_pack_blocks": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "octavo_block_floats": (None, [c_int, c_void_p, c_int64, c_int, c_void_p]),
     "octavo_struct_sizes": (None, [c_void_p]),
 }
 

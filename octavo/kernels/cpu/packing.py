@@ -56,7 +56,7 @@ def pack_codes(
     """`rows`: which row of the codes each row of the matrix is, -1 for zeros. `table`: what stands for each code of 4 bits"""
     n, k = codes.shape if rows is None else (len(rows), codes.shape[1])
     matrix, arrays = _empty_codes(n, k, group, kind, factor)
-    matrix.top, matrix.bias, matrix.order, matrix.table = _top(scale, offset, kind, table), address(bias), address(order), address(table)
+    matrix.bias, matrix.order, matrix.table = address(bias), address(order), address(table)
     library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset), address(rows))
     return PackedMatrix(matrix, (*arrays, *(array for array in (bias, table, order) if array is not None)))
 
@@ -97,8 +97,6 @@ def pack_blocks(
     tensors = np.array([address(part.raw) for part in parts], np.uint64)
     sizes, kinds = np.array([part.shape[0] for part in parts]), np.array([BLOCK_KINDS[part.kind].place for part in parts], np.int32)
     library.call.octavo_pack_blocks(ctypes.byref(matrix), address(tensors), address(sizes), address(kinds), address(order))
-    _, scales, offsets = arrays
-    matrix.top = _top(scales.view(np.float16), offsets.view(np.float16), kind, None)
     return PackedMatrix(matrix, (*arrays, *([] if bias is None else [bias])))
 
 
@@ -143,14 +141,6 @@ def _half_factor(weights: Floats) -> float:
     and small weights are to keep their digits."""
     largest = float(max(weights.max(initial=0), -weights.min(initial=0)))
     return float(2.0 ** math.ceil(math.log2(largest / MOST_HALF))) if largest > 0 else 1.0
-
-
-def _top(scale: NDArray[np.float16], offset: NDArray[np.float16], kind: int, table: NDArray[np.uint8] | None = None) -> float:
-    """The largest |scale * code + offset| there could be."""
-    least, most = (0, 15 if kind == Q4 else 255) if table is None else (table.min(), table.max())
-    wide, base = scale.astype(np.float32), offset.astype(np.float32)
-    ends = (wide * np.float32(end) + base for end in (least, most))
-    return float(max(np.abs(end).max(initial=0) for end in ends))
 
 
 def _table_of(packed: PackedMatrix) -> NDArray[np.uint8]:
