@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from octavo.engine.wire import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
-from octavo.messages import FinishReason
+from octavo.messages import Ending
 from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
@@ -127,7 +127,7 @@ class Watcher:
         elif event == "release" and self._pool.ref[block] and self._pool.key_of[block] is None:
             self._owed[block] = None  # who has left may have been further than those who share it
 
-    def on_end(self, seq: Sequence, reason: FinishReason) -> None:
+    def on_end(self, seq: Sequence, reason: Ending) -> None:
         """Keeps the last state of a sequence, whose table is about to be given back."""
         before = self._told.get(seq.seq_id)
         start = 0 if before is None else before.same_entries(seq, 0)

@@ -123,7 +123,7 @@ def test_a_window_keeps_what_a_cut_can_still_reach() -> None:
     for length in range(seq.num_computed + 1, seq.num_tokens + 1):
         assert engine.kv.shortest(seq) <= length
     with pytest.raises(AssertionError):
-        engine.scheduler.truncate(seq, engine.kv.shortest(seq) - 1)
+        engine.scheduler.moves.truncate(seq, engine.kv.shortest(seq) - 1)
 
 
 @DEPTHS

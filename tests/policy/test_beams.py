@@ -1,0 +1,127 @@
+"""Beam search over FakeKV: a group is planned, preempted and resumed whole, shares its blocks, and gives the answers it should."""
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.messages import Beams
+from octavo.policy.cache_group import FULL, CacheGroup
+from tests.support.fake import GROUPS, FakeEngine, sampling
+
+SIZE = 4
+PROMPT = [(11 * i + i * i // 5) % 50 for i in range(13)]
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+ENDS = (3, 7, 21, 40)
+
+
+def _answered(engine: FakeEngine, name: str = "a") -> list[list[int]]:
+    engine.run()
+    engine.assert_exact()
+    engine.assert_idle()
+    return [tokens for (at, _), tokens in engine.tokens.items() if at == name]
+
+
+@DEPTHS
+@pytest.mark.parametrize("groups", GROUPS[1:])
+@pytest.mark.parametrize("early", [False, True, "never"])
+def test_beams_are_those_of_a_search_without_blocks(groups: tuple[CacheGroup, ...], depth: int, early: bool) -> None:
+    for width in (1, 2, 3, 5):
+        for penalty in (-0.5, 0.0, 0.5, 1.0, 2.0):
+            engine = FakeEngine(block_size=SIZE, num_blocks=200, depth=depth, groups=groups, end_ids=ENDS)
+            engine.add("a", PROMPT, sampling(17, n=width), beams=Beams(width, penalty, early))
+            answers = _answered(engine)
+            assert len({tuple(answer) for answer in answers}) == width, "all answers differ"
+
+
+def test_the_best_n_of_a_wider_search_are_given_out() -> None:
+    engine = FakeEngine(block_size=SIZE)
+    for name, n in (("all", 4), ("two", 2)):
+        engine.add(name, PROMPT, sampling(9, n=n), beams=Beams(4))
+    answers = _answered(engine, "all")
+    assert [engine.tokens["two", index] for index in range(2)] == answers[:2]
+
+
+@DEPTHS
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("moment", range(1, 12, 2))
+def test_a_group_is_preempted_whole_and_comes_back_whole(moment: int, caching: bool, depth: int) -> None:
+    engine = FakeEngine(block_size=SIZE, depth=depth, caching=caching, end_ids=ENDS)
+    request = engine.add("a", PROMPT, sampling(14, n=3), beams=Beams(3, 1.0, "never"))
+    for _ in range(moment + 2 * depth):
+        engine.step()
+    engine.preempt_last()
+    engine.step()
+    assert len(engine.scheduler.waiting) == 1 or not engine.scheduler.requests
+    _answered(engine)
+    assert request.life.preemptions == 1
+
+
+def test_beams_that_come_back_compute_what_they_share_once() -> None:
+    engine = FakeEngine(block_size=SIZE, caching=False, num_blocks=200)
+    prompt = (PROMPT * 4)[:40]
+    engine.add("a", prompt, sampling(30, n=4), beams=Beams(4))
+    for _ in range(9):
+        engine.step()
+    before = engine.runner.num_computed
+    engine.preempt_last()
+    while len(engine.scheduler.running) < 4:
+        engine.step()
+    engine.step()
+    assert engine.runner.num_computed - before <= 40 + 4 * (SIZE + 9), "the prompt is computed once for all"
+    _answered(engine)
+
+
+def test_four_beams_hold_few_more_blocks_than_one_sequence() -> None:
+    engine = FakeEngine(block_size=16, num_blocks=400, budget=2048)
+    engine.add("a", [token % 50 for token in range(800)], sampling(200, n=4), beams=Beams(4))
+    most = 0
+    while engine.core.has_work:
+        engine.step()
+        most = max(most, engine.pool.num_blocks - 1 - engine.pool.num_free)
+    one = -(-1000 // 16)
+    assert one < most <= 1.65 * one
+    _answered(engine)
+
+
+def test_a_pool_too_small_for_two_groups_answers_both() -> None:
+    for blocks in range(20, 40, 3):
+        engine = FakeEngine(block_size=SIZE, num_blocks=blocks, rows=6)
+        for name in "abc":
+            engine.add(name, PROMPT[ord(name) - 97 :], sampling(15, n=3), beams=Beams(3))
+        engine.add("d", PROMPT, sampling(20))
+        _answered(engine)
+
+
+def test_what_can_never_be_searched_is_refused() -> None:
+    engine = FakeEngine(block_size=SIZE, num_blocks=16, rows=4)
+    for beams, n, count, param in (
+        (Beams(2), 3, 4, "n"), (Beams(5), 1, 4, "beam_width"), (Beams(4), 4, 40, "max_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as refused:
+            engine.add("a", PROMPT, sampling(count, n=n), beams=beams)
+        assert refused.value.param == param
+    engine.assert_idle()
+
+
+def test_an_abort_or_a_fault_ends_all_beams() -> None:
+    for moment in range(1, 6):
+        engine = FakeEngine(block_size=SIZE)
+        engine.add("a", PROMPT, sampling(9, n=2), beams=Beams(3))
+        engine.add("b", PROMPT, sampling(9, n=2), beams=Beams(3))
+        for _ in range(moment):
+            engine.step()
+        assert [delta.index for delta in engine.abort("a", 1)] == [0, 1]
+        engine.faults.poison = {0}
+        engine.step()
+        assert [engine.reason(name, index) for name in "ab" for index in (0, 1)] == ["abort", "abort", "error", "error"]
+        engine.assert_idle()
+
+
+def test_forks_and_ends_of_beams_are_told_in_plans() -> None:
+    engine = FakeEngine(block_size=SIZE, groups=(FULL,))
+    ended: list[str] = []
+    engine.scheduler.on_end = lambda seq, reason: ended.append(reason)
+    engine.add("a", PROMPT, sampling(12, n=4), beams=Beams(4))
+    _answered(engine)
+    forks = [fork for plan in engine.executor.plans for fork in plan.row_forks]
+    assert len(forks) == 3 + ended.count("lost") > 3 and not any(fork.moves for fork in forks)
+    assert ended[-4:] == ["length"] * 4
