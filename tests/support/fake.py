@@ -24,7 +24,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.fake_runner import FakeRunner, Slot, expected
 from octavo.worker.faults import Faults
-from tests.support.fake_beams import expected_beams
+from tests.support.beams import expected_beams
 
 VOCAB = 50
 GROUPS = [
