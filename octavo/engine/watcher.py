@@ -97,7 +97,7 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
     if seq.status is Status.WAITING:
         asked = list(seq.token_ids[max(0, request.num_prompt - ASKED_TOKENS) : request.num_prompt])
     return SequenceState(
-        seq.seq_id, request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
+        seq.seq_id, request.request_id, seq.index, request.num_samples, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
         seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.tables[0][start:], asked=asked,
     )  # fmt: skip
 

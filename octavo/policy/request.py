@@ -75,6 +75,11 @@ class Request:
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
 
+    @property
+    def num_samples(self) -> int:
+        """How many sequences it has at most at once."""
+        return self.params.n if self.beams is None else self.beams.width
+
     def noise(self, index: int) -> NoiseKey:
         """With a seed: (seed, sample index). Without one: (engine seed, the request's number), the sample in the stream.
 

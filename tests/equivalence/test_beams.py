@@ -110,6 +110,7 @@ def _said(prompt: list[int], output: BeamSearchOutput) -> list[list[int]]:
     return [answer.tokens[len(prompt) :] for answer in output.sequences]
 
 
+# promise: beam-search
 @COUNTS
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_answers_are_those_of_transformers(program: str, each: int, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def test_the_best_n_of_a_wider_search_are_given_out() -> None:
     assert [engine.tokens["two", index] for index in range(2)] == answers[:2]
 
 
+# promise: beam-search-forks
 @DEPTHS
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("moment", range(1, 12, 2))
@@ -70,6 +71,7 @@ def test_beams_that_come_back_compute_what_they_share_once() -> None:
     _answered(engine)
 
 
+# promise: beam-search-forks
 def test_four_beams_hold_few_more_blocks_than_one_sequence() -> None:
     engine = FakeEngine(block_size=16, num_blocks=400, budget=2048)
     engine.add("a", [token % 50 for token in range(800)], sampling(200, n=4), beams=Beams(4))

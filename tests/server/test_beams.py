@@ -6,6 +6,7 @@ from tests.server.conftest import Served
 PROMPTS = ["Once upon a time", "The dog was"]
 
 
+# promise: extra-body-beams
 def test_completions_are_those_of_the_python_api(served: Served) -> None:
     found = served.offline.beam_search(PROMPTS, BeamSearchParams(4, 12, length_penalty=0.6, early_stopping=True), use_tqdm=False)
     texts = [answer.text for output in found for answer in output.sequences]
