@@ -171,6 +171,7 @@ class BeamGroups:
             beam.row, beam.status, beam.since = first.reserved.pop(), Status.RUNNING, plan.step
             beam.lost, beam.preemptions = first.lost, first.preemptions
             self._kv.fork(first, beam)
+            self._kv.forget_digests(beam, beam.num_planned // self._kv.block_size)  # the next id of the first may be another one
             insort(self._running, beam, key=policy_key)
             group.sequences.append(beam)
         self._share_rows(first)

@@ -1,5 +1,7 @@
 """Beam search over FakeKV: a group is planned, preempted and resumed whole, shares its blocks, and gives the answers it should."""
 
+from random import Random
+
 import pytest
 
 from octavo.errors import RequestError
@@ -24,12 +26,11 @@ def _answered(engine: FakeEngine, name: str = "a") -> list[list[int]]:
 @pytest.mark.parametrize("groups", GROUPS[1:])
 @pytest.mark.parametrize("early", [False, True, "never"])
 def test_beams_are_those_of_a_search_without_blocks(groups: tuple[CacheGroup, ...], depth: int, early: bool) -> None:
-    for width in (1, 2, 3, 5):
-        for penalty in (-0.5, 0.0, 0.5, 1.0, 2.0):
-            engine = FakeEngine(block_size=SIZE, num_blocks=200, depth=depth, groups=groups, end_ids=ENDS)
-            engine.add("a", PROMPT, sampling(17, n=width), beams=Beams(width, penalty, early))
-            answers = _answered(engine)
-            assert len({tuple(answer) for answer in answers}) == width, "all answers differ"
+    for width, penalty in ((1, 1.0), (2, -0.5), (3, 0.0), (4, 0.5), (5, 2.0)):
+        engine = FakeEngine(block_size=SIZE, num_blocks=200, depth=depth, groups=groups, end_ids=ENDS)
+        engine.add("a", PROMPT, sampling(14, n=width), beams=Beams(width, penalty, early))
+        answers = _answered(engine)
+        assert len({tuple(answer) for answer in answers}) == width, "all answers differ"
 
 
 def test_the_best_n_of_a_wider_search_are_given_out() -> None:
@@ -84,13 +85,70 @@ def test_four_beams_hold_few_more_blocks_than_one_sequence() -> None:
     _answered(engine)
 
 
-def test_a_pool_too_small_for_two_groups_answers_both() -> None:
-    for blocks in range(20, 40, 3):
-        engine = FakeEngine(block_size=SIZE, num_blocks=blocks, rows=6)
-        for name in "abc":
-            engine.add(name, PROMPT[ord(name) - 97 :], sampling(15, n=3), beams=Beams(3))
-        engine.add("d", PROMPT, sampling(20))
-        _answered(engine)
+class _Schedule:
+    """A random life of a few searches and samples, in a pool that hardly has room for one of the searches."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = Random(seed)
+        size, self.width, self.tokens = rng.choice([1, 2, 4, 8]), rng.randint(2, 4), rng.randint(4, 16)
+        self.groups = rng.choice(GROUPS)
+        self.stages = rng.choice([1, 1, 1, 2]) if self.groups == (FULL,) else 1
+        spans = [group.links * size for group in self.groups]
+        own, shared = sum(self.tokens // span + 3 for span in spans), sum(30 // span + 3 for span in spans)
+        self.engine = FakeEngine(
+            block_size=size, num_blocks=shared + self.width * (own + 2) + rng.randint(0, 8), rows=rng.randint(self.width, 7), budget=8,
+            depth=rng.choice([1, 2]) if self.stages == 1 else 1, caching=rng.random() < 0.7, end_ids=rng.choice([(), ENDS]),
+            groups=self.groups, preempt_every=rng.choice([0, 0, 3, 7]), stages=self.stages, row_tokens=1, max_len=64,
+        )  # fmt: skip
+        self.searches = 0
+        self.ended: set[str] = set()
+
+    def add(self) -> None:
+        rng, name = self.rng, f"r{len(self.engine.asked)}"
+        prompt = [(seed * 7 + 3) % 50 for seed in range(rng.randint(1, 20))] + [rng.randrange(50) for _ in range(rng.randint(0, 9))]
+        if rng.random() < 0.3:
+            self.engine.add(name, prompt, sampling(rng.randint(1, 30), n=rng.randint(1, 2)))
+            return
+        beams = Beams(rng.randint(1, self.width), rng.choice([0.5, 1.0, 2.0]), rng.choice([False, True, "never"]))
+        try:
+            self.engine.add(name, prompt, sampling(rng.randint(1, self.tokens), n=rng.randint(1, beams.width)), beams=beams)
+            self.searches += 1
+        except RequestError as refused:
+            assert refused.param == "max_tokens" and len(self.groups) > 1
+
+    def run(self) -> int:
+        """Returns how many searches were answered, undisturbed."""
+        engine, rng = self.engine, self.rng
+        for _ in range(40):
+            what = rng.random()
+            if what < 0.2 and len(engine.asked) < 6:
+                self.add()
+            elif what < 0.3:
+                engine.preempt_last()
+            elif what < 0.33 and engine.scheduler.requests:
+                name = rng.choice(list(engine.scheduler.requests))
+                self.ended.add(name)
+                engine.abort(name)
+            elif what < 0.36 and engine.scheduler.requests:
+                engine.begin_again(rng.choice(list(engine.scheduler.requests)))
+            elif what < 0.4:
+                engine.pool.forget()
+            engine.step()
+        engine.scheduler.preempt_every = 0
+        engine.run()
+        engine.assert_exact(self.ended)
+        engine.assert_idle()
+        return self.searches
+
+
+@pytest.mark.parametrize("lives", [150, pytest.param(6000, marks=pytest.mark.soak)])
+def test_searches_in_small_pools_come_to_their_answers_and_leave_nothing(lives: int) -> None:
+    answered = preempted = 0
+    for seed in range(lives):
+        schedule = _Schedule(seed)
+        answered += schedule.run()
+        preempted += schedule.engine.scheduler.stats.preemptions
+    assert answered > 2 * lives and preempted > lives
 
 
 def test_what_can_never_be_searched_is_refused() -> None:
