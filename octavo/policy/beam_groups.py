@@ -69,10 +69,10 @@ class BeamGroups:
         assert beams is not None
         search = BeamSearch(beams, request.end_ids, seq.limit - request.num_prompt)
         self._groups[request.request_id] = BeamGroup(request, search, [seq])
-        self._stand_for_all(seq, beams.width, (beams.width - 1) * len(self._kv.groups))
+        self._set_needs(seq, beams.width, (beams.width - 1) * len(self._kv.groups))
 
-    def _stand_for_all(self, seq: Sequence, width: int, blocks: int) -> None:
-        seq.rows_needed, seq.blocks_for_others = width, blocks
+    def _set_needs(self, seq: Sequence, rows: int, blocks: int) -> None:
+        seq.rows_needed, seq.blocks_for_others = rows, blocks
 
     def members(self, seq: Sequence) -> list[Sequence]:
         """Returns the beams of its group."""
@@ -120,7 +120,7 @@ class BeamGroups:
         """Rows that were kept for the other beams can be taken by them."""
         self._rows.free.extend(seq.reserved)
         seq.reserved = []
-        self._stand_for_all(seq, 1, 0)
+        self._set_needs(seq, 1, 0)
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         child = self._moves.fork(parent, index)
@@ -147,7 +147,7 @@ class BeamGroups:
         cut = _shared(group.parked) // self._span * self._span
         self._set_tokens(first, group.parked[0][: cut + 1], cut)
         width = len(group.parked)
-        self._stand_for_all(first, width, width * self._kv.blocks_for(length - cut))
+        self._set_needs(first, width, width * self._kv.blocks_for(length - cut))
         return first
 
     def _set_tokens(self, seq: Sequence, token_ids: "array[int]", stop_at: int) -> None:
@@ -163,7 +163,7 @@ class BeamGroups:
 
     def _unpark(self, group: BeamGroup, plan: StepPlan) -> None:
         """Each beam is written into a row, as one that was found in the cache up to where they part."""
-        first, *parked = group.sequences[0], *group.parked
+        first, parked = group.sequences[0], group.parked
         self._kv.seal(first)
         free = [index for index in range(len(parked)) if index != first.index]
         for token_ids in parked[1:]:

@@ -40,8 +40,8 @@ def test_an_end_id_is_kept_where_that_is_asked_for(stories: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("beam_width", 0), ("beam_width", 9), ("beam_width", "4"), ("max_tokens", 0), ("max_tokens", None),
-        ("length_penalty", float("nan")), ("length_penalty", 17), ("early_stopping", "always"), ("early_stopping", 1), ("ignore_eos", 1), ("temperature", -1),
+        ("beam_width", 0), ("beam_width", 9), ("beam_width", "4"), ("max_tokens", 0), ("max_tokens", None), ("length_penalty", 17),
+        ("length_penalty", float("nan")), ("early_stopping", "always"), ("early_stopping", 1), ("ignore_eos", 1), ("temperature", -1),
     ],
 )  # fmt: skip
 def test_what_makes_no_search_is_refused_by_name(stories: str, name: str, value: object) -> None:
