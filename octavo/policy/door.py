@@ -20,10 +20,10 @@ def check_request(message: AddRequest, limits: Limits) -> None:
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
     _check_ids("logit_bias", params.logit_bias or (), limits)
-    if params.n > limits.max_num_seqs:
-        raise RequestError(f"n is {params.n}, but at most {limits.max_num_seqs} sequences run at once (--max-num-seqs)", "n")
     if message.beams is not None:
         _check_beams(message.beams, params.n, limits)
+    if params.n > limits.max_num_seqs:
+        raise RequestError(f"n is {params.n}, but at most {limits.max_num_seqs} sequences run at once (--max-num-seqs)", "n")
     _check_length(message, limits)
 
 

@@ -112,7 +112,7 @@ def _form(name: str) -> Refusal:
 
 _NO_BACKEND = Refusal("leave it out: every form is compiled by llguidance")
 
-# Fields of beam search, which two routes have.
+# Fields of beam search, refused where there is none: two routes have it.
 _BEAMS = "use /v1/completions or /v1/chat/completions for beam search"
 BEAM_FIELDS: dict[str, Refusal] = {
     "use_beam_search": Refusal(_BEAMS, (False,)),
@@ -121,7 +121,7 @@ BEAM_FIELDS: dict[str, Refusal] = {
     "early_stopping": Refusal(_BEAMS, (False,)),
 }
 
-# Refused in every body, BEAM_FIELDS but in two: fields of OpenAI's API and of vLLM's, and forms as SGLang and llama.cpp spell them.
+# Refused in every body: fields of OpenAI's API and of vLLM's, and forms as SGLang and llama.cpp spell them.
 FIELDS: dict[str, Refusal] = {
     "audio": Refusal("this server takes and writes text"),
     "modalities": Refusal("this server writes text", (["text"],)),
@@ -152,15 +152,14 @@ FIELDS: dict[str, Refusal] = {
     "add_generation_prompt": Refusal('use chat_template_kwargs {"add_generation_prompt": ...}', (True,)),
     "continue_final_message": Refusal('use chat_template_kwargs {"continue_final_message": ...}', (False,)),
     "n_predict": Refusal("use max_tokens"),
-    **BEAM_FIELDS,
 }
-_SEARCHING = {name: refusal for name, refusal in FIELDS.items() if name not in BEAM_FIELDS}
 
 # Names that each kind of body refuses: FIELDS, and its own.
 _REFUSED: dict[type[GenerationBody], Mapping[str, Refusal]] = {
-    CompletionBody: _SEARCHING | {"suffix": Refusal("put it into the prompt", ("",))},
-    ChatBody: _SEARCHING | {"echo": Refusal(harmless=(False,)), "max_output_tokens": Refusal("use max_completion_tokens")},
+    CompletionBody: FIELDS | {"suffix": Refusal("put it into the prompt", ("",))},
+    ChatBody: FIELDS | {"echo": Refusal(harmless=(False,)), "max_output_tokens": Refusal("use max_completion_tokens")},
     ResponseBody: FIELDS
+    | BEAM_FIELDS
     | {
         "background": Refusal("use stream", (False,)),
         "conversation": _NO_MEMORY,

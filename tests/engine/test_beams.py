@@ -1,11 +1,15 @@
 """`LLM.beam_search`: its results in vLLM's form, with text, and what it refuses."""
 
+from pathlib import Path
+
 import pytest
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import RequestError
+from tests.support.story_folder import story_folder
 
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play"
+PERIOD = 426  # the id of "."
 
 
 def test_answers_have_text_tokens_and_logprobs_best_first(stories: str) -> None:
@@ -25,16 +29,14 @@ def test_answers_have_text_tokens_and_logprobs_best_first(stories: str) -> None:
         assert all(len(choices) == 8 for choices in answer.logprobs), "as many alternatives as candidates"
 
 
-def test_an_end_id_is_kept_where_that_is_asked_for(stories: str) -> None:
-    with LLM(stories, num_gpu_blocks_override=200, max_num_seqs=8, max_model_len=500) as llm:
-        (cut,) = llm.beam_search("The end.", BeamSearchParams(3, 200, early_stopping=True), use_tqdm=False)
-        (kept,) = llm.beam_search(
-            "The end.", BeamSearchParams(3, 200, early_stopping=True, include_stop_str_in_output=True), use_tqdm=False
-        )
+def test_an_end_id_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    with LLM(str(story_folder(tmp_path, end_ids=[PERIOD])), num_gpu_blocks_override=200, max_num_seqs=8) as llm:
+        (cut,) = llm.beam_search(PROMPT, BeamSearchParams(3, 40), use_tqdm=False)
+        (kept,) = llm.beam_search(PROMPT, BeamSearchParams(3, 40, include_stop_str_in_output=True), use_tqdm=False)
     ended = [(one, other) for one, other in zip(cut.sequences, kept.sequences, strict=True) if one.finish_reason == "stop"]
     assert ended, "no beam came to an end"
     for one, other in ended:
-        assert other.tokens[:-1] == one.tokens and other.tokens[-1] in (1, 2) and len(one.logprobs) == len(other.logprobs)
+        assert other.tokens[:-1] == one.tokens and other.tokens[-1] == PERIOD and (other.text or "").endswith(".") and len(one.logprobs) == len(other.logprobs)
 
 
 @pytest.mark.parametrize(

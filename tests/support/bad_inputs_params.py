@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from octavo.server.request_bodies import BEAM_FIELDS, FIELDS
+from octavo.server.request_bodies import FIELDS
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, numbers, row
 from tests.support.bad_inputs_watch import Watched
 
@@ -166,7 +166,7 @@ def _of_other_servers() -> list[Attempt]:
 
 
 def _what_to_use_instead(server: Watched) -> None:
-    assert OTHERS.keys() == FIELDS.keys() - BEAM_FIELDS.keys()
+    assert OTHERS.keys() == FIELDS.keys()
     for name, (value, instead) in OTHERS.items():
         said = server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS] | {name: value}).error["message"]
         assert said == f"{name} is not supported" + (f"; {instead}" if instead else ""), said
