@@ -36,7 +36,8 @@ def test_an_end_id_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     ended = [(one, other) for one, other in zip(cut.sequences, kept.sequences, strict=True) if one.finish_reason == "stop"]
     assert ended, "no beam came to an end"
     for one, other in ended:
-        assert other.tokens[:-1] == one.tokens and other.tokens[-1] == PERIOD and (other.text or "").endswith(".") and len(one.logprobs) == len(other.logprobs)
+        assert other.tokens == [*one.tokens, PERIOD] and len(one.logprobs) == len(other.logprobs)
+        assert one.text is not None and other.text == one.text + "."
 
 
 @pytest.mark.parametrize(
