@@ -28,7 +28,7 @@ SEARCHES = [
     )
 ]  # fmt: skip
 PROGRAMS = {"native": ("model", {}), "torch": ("model", {"native": False}), "twins": ("device", {"native": False, "pipeline_depth": 2})}
-COUNTS = pytest.mark.parametrize("each", [2, pytest.param(20, marks=pytest.mark.soak)])
+LONG = [pytest.param(program, 20, marks=pytest.mark.soak) for program in PROGRAMS]
 
 
 @dataclass
@@ -111,8 +111,7 @@ def _said(prompt: list[int], output: BeamSearchOutput) -> list[list[int]]:
 
 
 # promise: beam-search
-@COUNTS
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "each"), [("native", 2), *LONG])
 def test_answers_are_those_of_transformers(program: str, each: int, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(reference, program, monkeypatch) as llm:
         compare(reference, llm, each)
@@ -120,11 +119,10 @@ def test_answers_are_those_of_transformers(program: str, each: int, reference: R
         assert stats.prefix_hits > 0
 
 
-@COUNTS
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "each"), [*((program, 2) for program in PROGRAMS), *LONG])
 def test_answers_are_the_same_after_preemptions(
     program: str, each: int, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(reference, program, monkeypatch, ",preempt.every=4", num_gpu_blocks_override=60) as llm:
+    with engine(reference, program, monkeypatch, ",preempt.every=6", num_gpu_blocks_override=60) as llm:
         compare(reference, llm, each)
         assert llm.stats().preemptions > each * len(SEARCHES)
