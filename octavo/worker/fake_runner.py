@@ -4,8 +4,8 @@
     next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
                           no end of a bad word, and of a masked row only what the mask allows
     several a step:       up to `row_tokens`, as if each had been computed before the next; a masked row gets one
-    logprobs:             a hash over every h, too, says which token is the best, and how much less likely the next ids are; in prompts
-                          every token is as likely as any other
+    logprobs:             a hash over every h, too, says which token is the best, how likely it is, and how much less the next ids are;
+                          in prompts every token is as likely as any other
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
@@ -69,8 +69,9 @@ def ranked(entries: Sequence[int], token: int, count: int, vocab_size: int) -> T
     """Returns the logprob of a token after these entries, and the best `count`: the best id, and those that follow it in their order."""
     drawn, ranks = hash((1, *entries)), range(min(count, vocab_size))
     best, fall, rank = drawn % vocab_size, 0.1 + drawn % 9973 / 9973, (token - drawn) % vocab_size
-    ids, logprobs = (tuple((best + other) % vocab_size for other in ranks), tuple(-0.05 - fall * other for other in ranks))
-    return TokenLogprobs(-0.05 - fall * rank, rank + 1, ids, logprobs)
+    first = -0.05 - drawn // 9973 % 9973 / 9973
+    ids, logprobs = tuple((best + other) % vocab_size for other in ranks), tuple(first - fall * other for other in ranks)
+    return TokenLogprobs(first - fall * rank, rank + 1, ids, logprobs)
 
 
 def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:

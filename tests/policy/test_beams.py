@@ -5,14 +5,14 @@ from random import Random
 import pytest
 
 from octavo.errors import RequestError
-from octavo.messages import Beams
+from octavo.messages import Beams, StepPlan
 from octavo.policy.cache_group import FULL, CacheGroup
 from tests.support.fake import GROUPS, FakeEngine, sampling
 
 SIZE = 4
 PROMPT = [(11 * i + i * i // 5) % 50 for i in range(13)]
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-ENDS = (3, 7, 21, 40)
+ENDS = tuple(range(3, 50, 5))
 
 
 def _answered(engine: FakeEngine, name: str = "a") -> list[list[int]]:
@@ -26,7 +26,7 @@ def _answered(engine: FakeEngine, name: str = "a") -> list[list[int]]:
 @pytest.mark.parametrize("groups", GROUPS[1:])
 @pytest.mark.parametrize("early", [False, True, "never"])
 def test_beams_are_those_of_a_search_without_blocks(groups: tuple[CacheGroup, ...], depth: int, early: bool) -> None:
-    for width, penalty in ((1, 1.0), (2, -0.5), (3, 0.0), (4, 0.5), (5, 2.0)):
+    for width, penalty in ((1, 1.0), (2, -0.5), (3, 0.0), (4, 0.5), (5, 2.0), (2, 1.5), (3, 1.0)):
         engine = FakeEngine(block_size=SIZE, num_blocks=200, depth=depth, groups=groups, end_ids=ENDS)
         engine.add("a", PROMPT, sampling(14, n=width), beams=Beams(width, penalty, early))
         answers = _answered(engine)
@@ -65,10 +65,12 @@ def test_beams_that_come_back_compute_what_they_share_once() -> None:
         engine.step()
     before = engine.runner.num_computed
     engine.preempt_last()
+    engine.step()
+    assert not engine.scheduler.running or len(engine.scheduler.waiting) == 1
     while len(engine.scheduler.running) < 4:
         engine.step()
     engine.step()
-    assert engine.runner.num_computed - before <= 40 + 4 * (SIZE + 9), "the prompt is computed once for all"
+    assert 40 < engine.runner.num_computed - before <= 40 + 4 * (SIZE + 9), "the prompt is computed once for all"
     _answered(engine)
 
 
@@ -94,9 +96,9 @@ class _Schedule:
         self.groups = rng.choice(GROUPS)
         self.stages = rng.choice([1, 1, 1, 2]) if self.groups == (FULL,) else 1
         spans = [group.links * size for group in self.groups]
-        own, shared = sum(self.tokens // span + 3 for span in spans), sum(30 // span + 3 for span in spans)
+        own, shared = sum(self.tokens // span + 1 for span in spans), sum(30 // span + 1 for span in spans)
         self.engine = FakeEngine(
-            block_size=size, num_blocks=shared + self.width * (own + 2) + rng.randint(0, 8), rows=rng.randint(self.width, 7), budget=8,
+            block_size=size, num_blocks=shared + self.width * own + rng.randint(0, 3), rows=rng.randint(self.width, 7), budget=8,
             depth=rng.choice([1, 2]) if self.stages == 1 else 1, caching=rng.random() < 0.7, end_ids=rng.choice([(), ENDS]),
             groups=self.groups, preempt_every=rng.choice([0, 0, 3, 7]), stages=self.stages, row_tokens=1, max_len=64,
         )  # fmt: skip
@@ -114,7 +116,7 @@ class _Schedule:
             self.engine.add(name, prompt, sampling(rng.randint(1, self.tokens), n=rng.randint(1, beams.width)), beams=beams)
             self.searches += 1
         except RequestError as refused:
-            assert refused.param == "max_tokens" and len(self.groups) > 1
+            assert refused.param == "max_tokens"
 
     def run(self) -> int:
         """Returns how many searches were answered, undisturbed."""
@@ -149,6 +151,20 @@ def test_searches_in_small_pools_come_to_their_answers_and_leave_nothing(lives: 
         answered += schedule.run()
         preempted += schedule.engine.scheduler.stats.preemptions
     assert answered > 2 * lives and preempted > lives
+
+
+@pytest.mark.parametrize("free", range(6))
+def test_room_for_a_group_is_counted_as_it_is_taken(free: int) -> None:
+    """Four beams have parted in a block that is filled in part: three copy it, the last one writes in place."""
+    engine = FakeEngine(block_size=SIZE)
+    request = engine.add("a", PROMPT, sampling(9, n=4), beams=Beams(4))
+    engine.step()
+    beams = request.sequences
+    assert len(beams) == 4 and len(PROMPT) % SIZE
+    taken = engine.pool.take(engine.pool.num_free - free)
+    fits = engine.kv.have_room(beams)
+    assert fits == (free >= 3) == all(engine.kv.allocate(beam, 1, StepPlan(99)) for beam in beams)
+    engine.pool.release(taken)
 
 
 def test_what_can_never_be_searched_is_refused() -> None:
