@@ -82,6 +82,15 @@ def test_rows_exchange_places_in_one_plan(groups: tuple[CacheGroup, ...], depth:
         engine.assert_idle()
 
 
+def test_a_fork_that_takes_its_parents_row_at_once_has_its_own_noise() -> None:
+    engine, (seq,) = _started(1, (FULL,), 3)
+    child = engine.fork(seq)
+    assert child is not None
+    engine.scheduler.rows.exchange(seq, child)
+    _finish(engine)
+    assert engine.tokens["a", 0] != engine.tokens["a", 1]
+
+
 def test_an_exchange_that_is_taken_back_is_not_told() -> None:
     engine, (one, other) = _started(1, (FULL,), 2, "ab")
     engine.scheduler.rows.exchange(one, other)
