@@ -6,15 +6,18 @@
 from typing import TYPE_CHECKING
 
 from octavo.config import calm_torch
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputs
 from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs",
+    "__version__",
+]  # fmt: skip
 
 calm_torch()
 
@@ -25,7 +28,7 @@ def __getattr__(name: str) -> object:
         from octavo.llm import LLM
 
         return LLM
-    if name in ("CompletionOutput", "RequestOutput"):
+    if name in ("BeamSearchOutput", "CompletionOutput", "RequestOutput"):
         from octavo import outputs
 
         return getattr(outputs, name)

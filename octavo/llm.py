@@ -22,10 +22,10 @@ from octavo.errors import EngineError, RequestError
 from octavo.fair_lock import FairLock
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
-from octavo.messages import SchedulerStats
-from octavo.outputs import RequestOutput, TextDelta
+from octavo.messages import Beams, SchedulerStats
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar_text import check_limits
 from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
@@ -113,6 +113,24 @@ class LLM:
         encoded = _each(self.encoder.encode_chat, as_conversations(messages))
         wanted = [self._for_chat(one) for one in _spread(params or SamplingParams(), len(encoded))]
         return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True, priority: int | Sequence[int] = 0
+    ) -> list[BeamSearchOutput]:
+        """Searches for the likeliest completions of each prompt. Returns results in the order of the prompts, each with the best first."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError("params must be BeamSearchParams", "params")
+        encoded = _each(self.encoder.encode, as_prompts(prompts))
+        wanted = SamplingParams(
+            n=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            logprobs=min(2 * params.beam_width, self.config.max_logprobs),
+        )
+        beams = Beams(params.beam_width, params.length_penalty, params.early_stopping)
+        outputs = self._run(encoded, [wanted] * len(encoded), use_tqdm, _spread_priority(priority, len(encoded)), beams)
+        return [self._beam_output(output, params.include_stop_str_in_output) for output in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Completes one prompt and yields its text as it comes. Leaving the loop early aborts the request."""
@@ -211,9 +229,16 @@ class LLM:
     def _for_chat(self, params: SamplingParams) -> SamplingParams:
         return params.with_defaults(self.sampling_defaults).for_chat()
 
+    def _beam_output(self, output: RequestOutput, keep_end: bool) -> BeamSearchOutput:
+        prompt = output.prompt
+        if prompt is None and self._tokenizer is not None:
+            prompt = self._tokenizer.decode(output.prompt_token_ids)
+        return BeamSearchOutput([_beam_sequence(output, sample, prompt, keep_end) for sample in output.outputs])
+
     def _add(
-        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: "_Reader"
-    ) -> None:
+        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: "_Reader",
+        beams: Beams | None = None,
+    ) -> None:  # fmt: skip
         """Gives requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
         checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
@@ -227,18 +252,19 @@ class LLM:
                     if words not in spelled:
                         spelled[words] = self.encoder.spellings(words)
                     text, token_ids = encoded[index]
-                    request = to_request(request_id, token_ids, params[index], spelled[words], self.config, priority[index])
+                    request = to_request(request_id, token_ids, params[index], spelled[words], self.config, priority[index], beams=beams)
                     self._core.add(request)
                     self._outputs.add(request, text, reader)
 
     def _run(
-        self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int]
-    ) -> list[RequestOutput]:
+        self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int],
+        beams: Beams | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         ids = [next(self._ids) for _ in encoded]
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
                 reader = _Reader(progress)
-                self._add(ids, encoded, params, priority, reader)
+                self._add(ids, encoded, params, priority, reader, beams)
                 while len(reader.finished) < len(ids):
                     self._pump()
                     progress.show()
@@ -297,6 +323,20 @@ class _Reader:
         self.finished[output.request_id] = output
         if self._progress is not None:
             self._progress.count(1, len(output.prompt_token_ids), 0)
+
+
+def _beam_sequence(output: RequestOutput, sample: CompletionOutput, prompt: str | None, keep_end: bool) -> BeamSearchSequence:
+    """Returns an answer as vLLM has it: tokens and text begin with the prompt, and an end id is there if that was asked for."""
+    ended = sample.finish_reason == "stop" and not keep_end
+    said = sample.token_ids[:-1] if ended else sample.token_ids
+    return BeamSearchSequence(
+        tokens=output.prompt_token_ids + said,
+        logprobs=sample.logprobs or [],
+        cum_logprob=sample.cumulative_logprob or 0.0,
+        text=None if prompt is None else prompt + sample.text,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+    )
 
 
 def _numbered(ids: Sequence[str], deltas: Generator[TextDelta, None, None]) -> Generator[tuple[int, TextDelta], None, None]:

@@ -16,6 +16,7 @@ else:
     Ids = array  # who decodes messages looks at their types, and there an array has no parameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Ending = Literal["stop", "length", "abort", "error", "lost"]  # of a sequence; lost: a beam that others have beaten
 HitReason = Literal["end", "short", "differs", "evicted", "cold", "off"]
 
 
@@ -99,6 +100,10 @@ class TokenLogprobs:
     top_ids: tuple[int, ...]  # tuples, which the garbage collector passes over: a slow reader has 100,000 of them waiting
     top_logprobs: tuple[float, ...]
 
+    def best(self, count: int) -> "TokenLogprobs":
+        """The same, with this many alternatives."""
+        return replace(self, top_ids=self.top_ids[:count], top_logprobs=self.top_logprobs[:count])
+
 
 PromptPiece = tuple[int, list[TokenLogprobs]]  # logprobs of a prompt's tokens from this position on
 
@@ -147,6 +152,15 @@ class Delta:
     code: str | None = None  # of the error: numerical_error, queue_timeout
 
 
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """A request is answered by beam search: `params.n` of the best answers are given out, when all of them are there."""
+
+    width: int
+    length_penalty: float = 1.0  # answers are compared by score / length ** length_penalty
+    early_stopping: bool | Literal["never"] = False
+
+
 @dataclass(slots=True)
 class AddRequest:
     """A request on its way into the engine: text is already token ids."""
@@ -159,6 +173,7 @@ class AddRequest:
     bad_words: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
     noise: int | None = None  # what the noise of a request without a seed depends on; None: the order of arrival
     outputs: dict[int, list[int]] | None = None  # it was begun elsewhere: sample -> its tokens so far, for all that have not ended
+    beams: Beams | None = None
 
 
 @dataclass(frozen=True, slots=True)

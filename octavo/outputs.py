@@ -39,6 +39,23 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """An answer of a beam search."""
+
+    tokens: list[int]  # with those of the prompt
+    logprobs: list[TokenChoices]  # of each generated token
+    cum_logprob: float = 0.0
+    text: str | None = None  # with that of the prompt; None without a tokenizer
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # as many as the search was wide, best first
+
+
+@dataclass(slots=True)
 class TextDelta:
     """The news of one sample."""
 

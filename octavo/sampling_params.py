@@ -1,4 +1,4 @@
-"""How the next token is chosen: `SamplingParams`, checked once at construction.
+"""How the next token is chosen: `SamplingParams`, or how a whole answer is: `BeamSearchParams`. Both are checked once at construction.
 
 Checks are about type, finiteness and meaning only. What depends on a model (vocabulary, context) or on a server's
 caps is checked at the door that knows it. An unknown keyword is a TypeError, as for any dataclass.
@@ -6,6 +6,7 @@ caps is checked at the door that knows it. An unknown keyword is a TypeError, as
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from octavo.errors import RequestError
 from octavo.structured_outputs import StructuredOutputs, structured_outputs
@@ -13,6 +14,7 @@ from octavo.structured_outputs import StructuredOutputs, structured_outputs
 MAX_SEED = 2**64 - 1
 # Numbers become float32 where they meet logits: a larger one would become infinite, a smaller one 0, which is as good unless it divides.
 LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
+MOST_PENALTY = 16.0  # of a length: its power still is a number
 LEAST_FLOAT = float.fromhex("0x1p-126")
 
 
@@ -109,6 +111,30 @@ class SamplingParams:
         """The same, with `values` in the fields that nobody has set."""
         wanted = {name: value for name, value in values.items() if is_unset(getattr(self, name))}
         return replace(self, **wanted) if wanted else self  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How a beam search goes: the fields of vLLM, and `early_stopping` of transformers."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # changes nothing: beams are ranked by the model's own logprobs
+    length_penalty: float = 1.0  # answers are ranked by the sum of their logprobs over length ** length_penalty
+    include_stop_str_in_output: bool = False  # keep the end id, and its text
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1)
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _number("temperature", self.temperature, 0.0)
+        _number("length_penalty", self.length_penalty, -MOST_PENALTY, MOST_PENALTY)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if type(getattr(self, name)) is not bool:
+                raise _bad(name, getattr(self, name), "true or false")
+        if type(self.early_stopping) is not bool and self.early_stopping != "never":
+            raise _bad("early_stopping", self.early_stopping, 'true, false or "never"')
 
 
 def _bad(name: str, value: object, wanted: str) -> RequestError:

@@ -26,7 +26,7 @@ from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCac
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
-from octavo.messages import EngineFacts, SchedulerStats
+from octavo.messages import Beams, EngineFacts, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.policy.door import check_request
 from octavo.sampling_params import SamplingParams
@@ -49,6 +49,7 @@ class Ask:
     timeout: float | None = None  # seconds; past them, DeadlineError
     label: str = ""  # what watchers call it
     bad_words: list[list[int]] | None = None  # params.bad_words as token ids; None: they are still to be spelled
+    beams: Beams | None = None  # it is answered by beam search
 
 
 class AsyncLLM:
@@ -209,7 +210,8 @@ class AsyncLLM:
         self._count += 1
         request_id = f"{self.name}-{self._count}"
         words = self.encoder.spellings(ask.params.bad_words) if ask.bad_words is None else ask.bad_words
-        request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, ask.priority, ask.cache_salt)
+        terms = ask.priority, ask.cache_salt, ask.beams
+        request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, *terms)
         request.noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
         check_request(request, self.facts.limits)
         self._place(Trip(request))

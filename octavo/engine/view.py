@@ -18,7 +18,7 @@ from octavo.engine.trace import NoTrace, Trace
 from octavo.engine.watcher import Contents, Watcher
 from octavo.engine.wire import EventWords, ViewFrame, Wanted
 from octavo.log import logger
-from octavo.messages import FinishReason, StepPlan
+from octavo.messages import Ending, StepPlan
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
@@ -144,11 +144,11 @@ class EngineView:
             assert key is not None
             self._tell((self._scheduler.step, self._now(), "evict", block, key[1][:8].hex()))
 
-    def _on_sequence_end(self, seq: Sequence, reason: FinishReason) -> None:
+    def _on_sequence_end(self, seq: Sequence, reason: Ending) -> None:
         self._on_end(seq, reason)
         self._try(self._note_end, seq, reason)
 
-    def _note_end(self, seq: Sequence, reason: FinishReason) -> None:
+    def _note_end(self, seq: Sequence, reason: Ending) -> None:
         for watcher in self._watchers.values():
             watcher.on_end(seq, reason)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from octavo.engine.wire import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
-from octavo.messages import FinishReason
+from octavo.messages import Ending
 from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
@@ -97,7 +97,7 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
     if seq.status is Status.WAITING:
         asked = list(seq.token_ids[max(0, request.num_prompt - ASKED_TOKENS) : request.num_prompt])
     return SequenceState(
-        seq.seq_id, request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
+        seq.seq_id, request.request_id, seq.index, request.num_samples, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
         seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.tables[0][start:], asked=asked,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ class Watcher:
         elif event == "release" and self._pool.ref[block] and self._pool.key_of[block] is None:
             self._owed[block] = None  # who has left may have been further than those who share it
 
-    def on_end(self, seq: Sequence, reason: FinishReason) -> None:
+    def on_end(self, seq: Sequence, reason: Ending) -> None:
         """Keeps the last state of a sequence, whose table is about to be given back."""
         before = self._told.get(seq.seq_id)
         start = 0 if before is None else before.same_entries(seq, 0)

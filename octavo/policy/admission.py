@@ -75,7 +75,7 @@ class Admission:
         seq.waits_for = hit.missed if hit.missed in kv.pending else None
         if seq.waits_for or seq.rows_needed > len(self.rows.free):
             return None
-        if kv.blocks_needed(seq, hit) + self.margin(seq) > kv.pool.num_free:
+        if kv.blocks_needed(seq, hit) + seq.blocks_for_others + self.margin(seq) > kv.pool.num_free:
             return None
         count = min(seq.target - hit.num_tokens, budget)
         kv.admit(seq, hit)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Limits
+from octavo.messages import AddRequest, Beams, Limits
 
 
 def length_limit(message: AddRequest, limits: Limits) -> int:
@@ -20,9 +20,22 @@ def check_request(message: AddRequest, limits: Limits) -> None:
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
     _check_ids("logit_bias", params.logit_bias or (), limits)
+    if message.beams is not None:
+        _check_beams(message.beams, params.n, limits)
     if params.n > limits.max_num_seqs:
         raise RequestError(f"n is {params.n}, but at most {limits.max_num_seqs} sequences run at once (--max-num-seqs)", "n")
     _check_length(message, limits)
+
+
+def _check_beams(beams: Beams, n: int, limits: Limits) -> None:
+    width = beams.width
+    if n > width:
+        raise RequestError(f"n is {n}, but a beam search of width {width} has {width} answers", "n")
+    if width > limits.max_num_seqs:
+        message = f"the beam width is {width}, but at most {limits.max_num_seqs} sequences run at once (--max-num-seqs)"
+        raise RequestError(message, "beam_width")
+    if 2 * width > limits.vocab_size:
+        raise RequestError(f"the beam width is {width}, at most half of the {limits.vocab_size} ids of the vocabulary", "beam_width")
 
 
 def _check_ids(name: str, ids: Collection[int], limits: Limits) -> None:

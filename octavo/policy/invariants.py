@@ -21,6 +21,7 @@ def check(scheduler: Scheduler) -> None:
     _check_rows(scheduler)
     for queue in (scheduler.waiting, scheduler.running):
         assert [seq.key for seq in queue] == sorted(seq.key for seq in queue), "out of policy order"
+    scheduler.beams.check()
     for seq in live:
         _check_sequence(seq, scheduler)
     owners = {seq.seq_id for seq in scheduler.running}

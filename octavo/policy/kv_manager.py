@@ -10,6 +10,7 @@ place, in the plan that writes it first. If it lies behind the window, it become
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -134,6 +135,14 @@ class KVManager:
         """The most blocks that this many tokens hold, in all groups."""
         return sum(min(-(-num_tokens // span), most_held) for span, most_held in zip(self.spans, self._most_held))
 
+    def blocks_for_beams(self, shared: int, num_tokens: int, width: int) -> int:
+        """The most blocks that so many beams of this many tokens hold, which have the first `shared` ones in common.
+
+        `shared` ends with a block of every group. A block more is counted for each window, which it has not given back yet.
+        """
+        own = self.blocks_for(num_tokens - shared) + len(self._windows)
+        return self.blocks_for(shared) + len(self.groups) + width * own
+
     def most_tokens(self) -> int:
         """The most tokens of one sequence that fit into the whole pool."""
         return bisect_right(range(UNBOUNDED), self.pool.num_blocks - 1, key=self.blocks_for) - 1
@@ -152,6 +161,21 @@ class KVManager:
                 for digest in seq.digests[seq.num_sealed + group.links - 1 :: group.links]:
                     if self.pending.setdefault((number, digest), seq.seq_id) == seq.seq_id:
                         seq.pending.append((number, digest))
+
+    def have_room(self, seqs: list[Sequence]) -> bool:
+        """Whether `allocate` can give each of these room for all its tokens, one after the other."""
+        pool, needed = self.pool, 0
+        writers: Counter[int] = Counter()  # of blocks that are filled in part
+        for seq in seqs:
+            start, end = seq.num_planned, seq.target
+            for table, span in zip(seq.tables, self.spans):
+                needed += -(-end // span) - len(table)
+                if start % span and start < end:
+                    writers[table[start // span]] += 1
+        for block, count in writers.items():
+            stays = pool.ref[block] == count and pool.key_of[block] is None  # the last one of them writes in place
+            needed += count - stays
+        return needed <= pool.num_free
 
     def allocate(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
         """Room for the next `count` positions, with private copies of shared blocks; or False and nothing changed."""

@@ -10,10 +10,12 @@ sample computes that last token itself.
 """
 
 from array import array
+from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
 
-from octavo.messages import AddRequest, FinishReason, LifeRecord, NoiseKey, RowWrite, StepPlan
+from octavo.messages import AddRequest, Ending, LifeRecord, NoiseKey, RowWrite, StepPlan
+from octavo.policy.beam import num_candidates
 from octavo.policy.block_pool import BlockKey
 
 LOW32 = 0xFFFFFFFF
@@ -31,6 +33,7 @@ class Request:
         "aborted",
         "arrival",
         "bad_words",
+        "beams",
         "end_ids",
         "engine_seed",
         "extras",
@@ -40,6 +43,7 @@ class Request:
         "num_prompt",
         "params",
         "priority",
+        "reported_logprobs",
         "request_id",
         "root",
         "sequences",
@@ -57,6 +61,11 @@ class Request:
         self.priority = message.priority
         self.root = root  # where its digest chain starts: model, settings and salt
         self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_ids)  # ids that end a sample
+        self.reported_logprobs = params.logprobs
+        self.beams = message.beams
+        if message.beams is not None:  # what a beam samples itself is provisional; the choice is among its best tokens
+            wanted = max(params.logprobs or 0, num_candidates(message.beams.width, len(self.end_ids)))
+            self.params = replace(params, temperature=0.0, logprobs=wanted)
         self.bad_words = message.bad_words  # ids that must not follow each other in a sample
         self.engine_seed = engine_seed
         self.noise_number = arrival if message.noise is None else message.noise
@@ -65,6 +74,11 @@ class Request:
         self.held = False  # not to be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
+
+    @property
+    def num_samples(self) -> int:
+        """How many sequences it has at most at once."""
+        return self.params.n if self.beams is None else self.beams.width
 
     def noise(self, index: int) -> NoiseKey:
         """With a seed: (seed, sample index). Without one: (engine seed, the request's number), the sample in the stream.
@@ -78,9 +92,9 @@ class Request:
 
 class Sequence:
     __slots__ = (
-        "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
-        "pending", "preemptions", "request", "reserved", "room", "row", "seq_id", "since", "status", "steps_passed", "stop_at", "tables",
-        "token_ids", "waits_for",
+        "blocks_for_others", "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned",
+        "num_sealed", "num_tokens", "pending", "preemptions", "request", "reserved", "room", "row", "rows_needed", "seq_id", "since",
+        "status", "steps_passed", "stop_at", "tables", "token_ids", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -104,9 +118,11 @@ class Sequence:
         self.waits_for: BlockKey | None = None  # a block somebody else is computing
         self.row = -1
         self.since = 0  # the step of its last admission
-        self.reserved: list[int] = []  # rows held for samples not forked yet
+        self.rows_needed = 1  # more, where it stands for others that are not forked yet
+        self.blocks_for_others = 0  # that these need at once, beside its own
+        self.reserved: list[int] = []  # rows held for them
         self.status = Status.WAITING
-        self.ended: FinishReason | None = None  # and how
+        self.ended: Ending | None = None  # and how
         self.preemptions = 0
         self.lost = 0  # positions the last preemption threw away
         self.steps_passed = 0  # steps in which others were admitted past it
@@ -115,11 +131,7 @@ class Sequence:
     @property
     def unforked(self) -> bool:
         """Still stands for several samples."""
-        return self.stop_at < self.request.num_prompt
-
-    @property
-    def rows_needed(self) -> int:
-        return self.request.params.n if self.unforked else 1
+        return self.stop_at < self.request.num_prompt and self.request.beams is None
 
     @property
     def reads_cache(self) -> bool:

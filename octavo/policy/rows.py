@@ -57,7 +57,7 @@ class Rows:
         one.row, other.row = other.row, one.row
         for seq, source in zip((one, other), sources):
             self._sources[seq] = source
-            if source == seq.row:
+            if source == seq.row and seq not in self._forked:  # a copy has to be told even there: the noise of that row is its parent's
                 del self._sources[seq]
 
     def shorten(self, seq: Sequence) -> None:

@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Delta, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.messages import AddRequest, Delta, Ending, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.admission import Admission
+from octavo.policy.beam_groups import BeamGroups
 from octavo.policy.door import check_request, length_limit
 from octavo.policy.kv_manager import KVManager
+from octavo.policy.moves import Moves
 from octavo.policy.request import Request, Sequence, Status, policy_key, prompt_positions
 from octavo.policy.rows import Rows
 
@@ -55,7 +57,7 @@ class Scheduler:
         self.row_tokens = row_tokens
         self.stages = stages
         self.clock = clock
-        self.on_end: Callable[[Sequence, FinishReason], None] = lambda seq, reason: None  # while it still has its blocks
+        self.on_end: Callable[[Sequence, Ending], None] = lambda seq, reason: None  # while it still has its blocks
         self.step = 0
         self.mask_turns = 1  # a sequence under a grammar is planned in one of so many steps, where masks take long
         self.waiting: list[Sequence] = []  # both in policy order
@@ -66,6 +68,8 @@ class Scheduler:
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
         self._told: dict[int, list[Sequence]] = {}  # step -> sequences that moved or changed, if any
         self.admission = Admission(kv, self.waiting, self.running, self.rows, self.stats, clock)
+        self.moves = Moves(kv, self.rows, self.waiting, self.running, self._planned, self._new_sequence)
+        self.beams = BeamGroups(kv, self.rows, self.running, self.moves, self._new_sequence, self._remove)
         self._arrivals = 0
         self._seq_ids = 0
 
@@ -74,11 +78,13 @@ class Scheduler:
         if message.request_id in self.requests:
             raise RequestError(f"request id {message.request_id!r} is already in use", "request_id")
         check_request(message, self.limits)
+        prompt, limit = message.prompt_token_ids, length_limit(message, self.limits)
+        if message.beams is not None:
+            self.beams.check_size(len(prompt), limit, message.beams.width)
         arrival = self._arrivals - (RESUMED if message.outputs else 0)
         request = Request(message, arrival, self.kv.root(message.cache_salt), self.end_ids, self.seed, self.clock())
         self._arrivals += 1
         self.requests[request.request_id] = request
-        prompt, limit = message.prompt_token_ids, length_limit(message, self.limits)
         if message.outputs is not None:
             for index, output in message.outputs.items():
                 assert len(prompt) + len(output) < limit, "a sample that had ended was begun again"
@@ -86,8 +92,10 @@ class Scheduler:
             return
         self.admission.unscheduled[request.request_id] = request
         seq = self._new_sequence(request, 0, array("i", prompt), limit)
-        if request.params.n > 1:
-            seq.stop_at = request.num_prompt - 1
+        if message.beams is not None:
+            self.beams.add(seq)
+        elif request.params.n > 1:
+            seq.stop_at, seq.rows_needed = request.num_prompt - 1, request.params.n
         insort(self.waiting, seq, key=policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
@@ -97,10 +105,12 @@ class Scheduler:
         return seq
 
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
-        """End a request, or one sample of it, wherever it is. Unknown or ended ones are ignored."""
+        """End a request, or one sample of it, wherever it is. Unknown or ended ones are ignored. Beams end together."""
         request = self.requests.get(request_id)
         if request is None:
             return []
+        if request.beams is not None:
+            return self.beams.end(request, "abort", None, None)
         seqs = [seq for seq in request.sequences if index is None or (seq.index == index and not seq.unforked)]
         if seqs:
             return [delta for seq in seqs for delta in self.finish(seq, "abort")]
@@ -131,6 +141,7 @@ class Scheduler:
         for parent in self.admission.unforked.copy():
             if parent.num_planned == parent.stop_at:
                 self._fork(parent, plan)
+        self.beams.unpark(plan)
         if told := self.rows.tell(plan):
             self._told[plan.step] = told
         budget, starved = self._plan_running(plan, planned)
@@ -145,6 +156,7 @@ class Scheduler:
         running, kv, is_running = self.running, self.kv, Status.RUNNING
         budget, share = self._share()
         prefill_budget = self._prefill_budget(budget)
+        beams: Request | None = None  # the last ones that have got room
         lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
         preempted, row_tokens, turns, one_plan = False, self.row_tokens, self.mask_turns, self.row_tokens > 1 or self.stages > 1
         after = len(running) * row_tokens  # kept for those behind, so that decode is never starved
@@ -167,6 +179,10 @@ class Scheduler:
                 prefill_budget -= count
             if count == 0:
                 continue  # awaits its turn
+            if seq.request.beams is not None and seq.rows_needed == 1 and seq.request is not beams:
+                beams, preempted = seq.request, self._make_room_for_beams(seq) or preempted
+                if seq.status is not is_running:
+                    break
             while not (seq.num_planned + count <= seq.room or kv.allocate(seq, count, plan)):
                 victim = running[-1]
                 self._preempt(victim)
@@ -209,13 +225,15 @@ class Scheduler:
         seq.num_planned = end
         if samples:
             seq.in_flight += 1
+            if seq.request.beams is not None:
+                seq.stop_at = end  # it is not planned again before the choice
             if seq.request.params.structured_outputs is not None:
                 plan.mask_rows.append(len(plan.row) - 1)
 
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
         """The prompt is planned but for its last token: from here on each sample lives alone."""
         self.admission.unforked.remove(parent)
-        parent.stop_at = parent.limit - 1
+        parent.stop_at, parent.rows_needed = parent.limit - 1, 1
         request, rows, parent.reserved = parent.request, parent.reserved, []
         for index in range(1, request.params.n):
             if index in request.aborted:  # never made: this plan could give its row to another, and a row is written once a plan
@@ -229,48 +247,17 @@ class Scheduler:
         if parent.index in request.aborted:
             self._remove(parent, "abort")
 
-    def fork(self, parent: Sequence, index: int) -> Sequence | None:
-        """Makes sample `index` out of what the host knows of another one. Returns None where that runs and no row is free."""
-        assert not parent.unforked and parent.status is not Status.FINISHED
-        if parent.status is Status.RUNNING and not self.rows.free:
-            return None
-        child = self._new_sequence(parent.request, index, array("i", parent.token_ids), parent.limit)
-        if parent.status is Status.WAITING:
-            insort(self.waiting, child, key=policy_key)
-            return child
-        child.status = Status.RUNNING
-        self.rows.fork(parent, child)
-        self.kv.fork(parent, child)
-        insort(self.running, child, key=policy_key)
-        return child
-
-    def truncate(self, seq: Sequence, length: int) -> None:
-        """Its first `length` tokens stay, its prompt among them. Whatever is in flight behind them is dropped when it comes."""
-        assert seq.request.num_prompt <= length and seq.request.num_prompt < seq.num_tokens and seq.status is not Status.FINISHED
-        if seq.num_planned >= length or seq.in_flight:
-            self._drop_in_flight(seq)
-        self.kv.truncate(seq, length)
-        if seq.status is Status.RUNNING:
-            self.rows.shorten(seq)
-
-    def _drop_in_flight(self, seq: Sequence) -> None:
-        """Plans in flight have no more news for it. One that has ended takes its place in them: a fault still ends the request."""
-        ended = Sequence(-1, seq.request, seq.index, array("i"), 0, self.by_priority)
-        ended.status = Status.FINISHED
-        for planned in self._planned.values():
-            planned[:] = [ended if other is seq else other for other in planned]
-        seq.in_flight = 0
-
-    def replace_last(self, seq: Sequence, token: int) -> None:
-        """Another id takes the place of its last one, which no plan has computed yet."""
-        assert seq.in_flight == 0 and seq.request.num_prompt < seq.num_tokens and seq.num_planned < seq.num_tokens
-        seq.token_ids[-1] = token
-        self.kv.forget_digests(seq, (seq.num_tokens - 1) // self.kv.block_size)
-        if seq.status is Status.RUNNING:
-            self.rows.replace_last(seq)
+    def _make_room_for_beams(self, seq: Sequence) -> bool:
+        """All beams of its group get room, or all are preempted: none is a victim when another is in the plan. Returns if any was."""
+        before = self.stats.preemptions
+        while seq.status is Status.RUNNING and not self.kv.have_room(self.beams.members(seq)):
+            self._preempt(self.running[-1])
+        return self.stats.preemptions > before
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything back; it will be computed again. A token still in flight is kept when it arrives."""
+        if seq.request.beams is not None:
+            seq = self.beams.park(seq)
         self.running.remove(seq)
         seq.lost = seq.num_planned
         self._free(seq)
@@ -303,6 +290,7 @@ class Scheduler:
         self._told.pop(plan.step, None)
         turns = max(1, len(planned) // SEALS_PER_STEP)
         bad, computed = set(result.bad_rows), sum(plan.num_query)
+        searched: dict[Request, int] = {}  # with beams -> tokens that came
         for entry, seq in enumerate(planned):
             if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
                 deltas += self.fail_request(seq.request, NOT_FINITE, NOT_FINITE.partition(":")[0])
@@ -316,25 +304,38 @@ class Scheduler:
                 deltas.append(Delta(seq.request.request_id, seq.index, [], prompt_logprobs=result.prompt_logprobs[entry]))
             if tokens:
                 if len(tokens) > 1:
-                    tokens = _kept(seq, tokens)
+                    tokens = self._kept(seq, tokens)
                 seq.append(tokens)
             if seq.num_computed // size > seq.num_sealed and (seq.seq_id + plan.step) % turns == 0:
                 self.kv.seal(seq)
-            if tokens:
+            if tokens and seq.request.beams is not None:
+                self.beams.hear(seq, result.logprobs[entry][0])
+                searched[seq.request] = searched.get(seq.request, 0) + 1
+            elif tokens:
                 deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
-        generated = sum([len(delta.token_ids) for delta in deltas])
+        generated = sum([len(delta.token_ids) for delta in deltas]) + sum(searched.values())
+        for request in searched:
+            self._count_first(request)
+            deltas += self.beams.choose(request)
         self.stats.prompt_tokens += computed - generated if self.row_tokens == 1 else prompt_positions(plan, planned)
         self.stats.generation_tokens += generated
         return deltas
+
+    def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """Returns the tokens up to an end id or to the sequence's limit, of a beam one. What lies behind is dropped."""
+        if seq.request.beams is not None:
+            self.rows.shorten(seq)
+            return tokens[:1]
+        kept = tokens[: seq.limit - seq.num_tokens]
+        end = next((at for at, token in enumerate(kept) if token in seq.request.end_ids), len(kept))
+        return kept[: end + 1]
 
     def _deliver(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Delta:
         """The delta of freshly appended tokens; finishes the sequence if they end it."""
         request = seq.request
         delta = Delta(request.request_id, seq.index, tokens, None if logprobs is None else logprobs[: len(tokens)])
-        if request.life.first_token is None:
-            request.life.first_token = self.clock()
+        if self._count_first(request):
             delta.life = request.life
-            self.stats.prompt_tokens += self.row_tokens == 1  # what it was sampled after: the last prompt token, no generated one
         token = tokens[-1]
         if token in request.end_ids:
             delta.finish_reason = "stop"
@@ -348,6 +349,14 @@ class Scheduler:
         delta.life = request.life
         return delta
 
+    def _count_first(self, request: Request) -> bool:
+        """Returns whether this is its first token. What that was sampled after is no generated one, but the last of its prompt."""
+        if request.life.first_token is not None:
+            return False
+        request.life.first_token = self.clock()
+        self.stats.prompt_tokens += self.row_tokens == 1
+        return True
+
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """The plan was not carried out: every request it touched ends with an error."""
         hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share what it computed
@@ -358,6 +367,8 @@ class Scheduler:
 
     def fail_request(self, request: Request, message: str, code: str | None = None) -> list[Delta]:
         """All samples of a request end: they may share what went wrong."""
+        if request.beams is not None:
+            return self.beams.end(request, "error", message, code) if request.sequences else []
         return [delta for seq in request.sequences.copy() for delta in self.finish(seq, "error", message, code)]
 
     def finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None) -> list[Delta]:
@@ -367,7 +378,7 @@ class Scheduler:
         name, life = request.request_id, request.life
         return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in indices]
 
-    def _remove(self, seq: Sequence, reason: FinishReason) -> None:
+    def _remove(self, seq: Sequence, reason: Ending) -> None:
         """Out of the engine, from wherever it is."""
         self.on_end(seq, reason)
         if seq.status is Status.RUNNING:
@@ -387,10 +398,3 @@ class Scheduler:
         """The counters and gauges of this moment, which nothing changes later: other threads read them."""
         gauges = {"running": len(self.running), "waiting": len(self.waiting), "free_blocks": self.kv.pool.num_free}
         return replace(self.stats, steps=self.stats.steps.copy(), **gauges)
-
-
-def _kept(seq: Sequence, tokens: list[int]) -> list[int]:
-    """Returns the tokens up to an end id or to the sequence's limit. What lies behind is dropped."""
-    kept = tokens[: seq.limit - seq.num_tokens]
-    end = next((at for at, token in enumerate(kept) if token in seq.request.end_ids), len(kept))
-    return kept[: end + 1]

@@ -21,6 +21,7 @@ from octavo.errors import RequestError, TemplateError
 from octavo.messages import Limits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar, held_to
+from octavo.server.beams import beams_of, for_beams
 from octavo.server.body import LARGE_BYTES
 from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody
 from octavo.server.state import Server
@@ -71,15 +72,19 @@ async def chat_ask(
     `asked`: the form that the answer must have.
     """
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
+    beams = beams_of(body, server.config.max_n) if isinstance(body, ChatBody) else None
+    params = params if beams is None else for_beams(params)
     terms = _terms_of(body, server.config)
     text, ids = await _encode_chat(request, server, messages, offered, body.chat_template_kwargs)
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids)], server.llm.facts.limits)
     form = answer_form(server, offered, body.parallel_tool_calls)
+    if beams is not None and choice.mode == "required":
+        raise RequestError("tool_choice cannot demand a call in a beam search; leave it out, or use_beam_search", "tool_choice")
     if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
         written = partial(chat_grammar, asked, form, offered, choice, text)
         params = await held_to(server, params, await server.threads.run("bodies", request, written))
-    return Ask(text, ids, params, *terms, bad_words=words), form
+    return Ask(text, ids, params, *terms, bad_words=words, beams=beams), form
 
 
 async def completion_asks(
@@ -88,14 +93,16 @@ async def completion_asks(
     """Returns an ask for each prompt. `asked`: the form that every answer must have."""
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults)
+    beams = beams_of(body, server.config.max_n)
+    params = params if beams is None else for_beams(params)
     terms = _terms_of(body, server.config)
     encoded = await _encode_prompts(request, server, body.prompt)
-    _check_answers(len(encoded), params.n, server.config.max_prompts)
+    _check_answers(len(encoded), params.n if beams is None else beams.width, server.config.max_prompts)
     _check_form(asked, len(encoded))
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
     params = await held_to(server, params, asked)
-    return [Ask(text, ids, params, *terms, bad_words=words) for text, ids in encoded]
+    return [Ask(text, ids, params, *terms, bad_words=words, beams=beams) for text, ids in encoded]
 
 
 async def _encode_chat(

@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.messages import Beams
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.events import disconnect, unless
@@ -35,6 +36,7 @@ class Part:
     prompt: tuple[tuple[str, int], ...]  # texts, each with its number of tokens
     answer: int  # how many tokens
     samples: int = 1
+    beams: bool = False  # the samples are the beams of a search
     after: tuple[int, int] | None = None  # it starts when this part (its index) has this many tokens of its answer; None: at once
 
 
@@ -138,7 +140,7 @@ class _Performance:
     def _ask(self, part: Part) -> Ask:
         ids = list(chain.from_iterable(self._cut(text, count) for text, count in part.prompt))
         params = SamplingParams(temperature=1.0, seed=7, n=part.samples, max_tokens=part.answer, ignore_eos=True)
-        return Ask(None, ids, params)
+        return Ask(None, ids, params, beams=Beams(part.samples) if part.beams else None)
 
     def _cut(self, text: str, count: int) -> list[int]:
         """Returns the first `count` tokens of a text; a text that is too short is repeated."""
@@ -217,6 +219,14 @@ SCENES = (
         "a sequence gets a copy before it writes into a shared block. The last one left writes into the block itself.",
         ("shared", "copy"),
         (Part(((CAT, 40),), 16, samples=3),),
+        frozenset({"admit", "fork", "copy"}),
+    ),
+    Scene(
+        "Beam search: the best go on",
+        "Four beams look for the likeliest answer. After every token the best four go on: a beam with several good continuations parts, "
+        "and a beaten one ends and frees its blocks. Look how they share what they agree on, and copy the block they write into.",
+        ("shared", "copy", "held"),
+        (Part(((TEA, 40),), 24, samples=4, beams=True),),
         frozenset({"admit", "fork", "copy"}),
     ),
     Scene(

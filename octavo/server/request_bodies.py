@@ -7,7 +7,7 @@ ignored with a warning.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -64,6 +64,10 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     response_format: Any = None
     stream_options: StreamOptions | None = None
 
@@ -75,6 +79,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None
@@ -103,7 +111,15 @@ def _form(name: str) -> Refusal:
 
 
 _NO_BACKEND = Refusal("leave it out: every form is compiled by llguidance")
-_NO_BEAMS = "there is no beam search; use n for several samples"
+
+# Fields of beam search, refused where there is none: two routes have it.
+_BEAMS = "use /v1/completions or /v1/chat/completions for beam search"
+BEAM_FIELDS: dict[str, Refusal] = {
+    "use_beam_search": Refusal(_BEAMS, (False,)),
+    "beam_width": Refusal(_BEAMS),
+    "length_penalty": Refusal(_BEAMS, (1, 1.0)),
+    "early_stopping": Refusal(_BEAMS, (False,)),
+}
 
 # Refused in every body: fields of OpenAI's API and of vLLM's, and forms as SGLang and llama.cpp spell them.
 FIELDS: dict[str, Refusal] = {
@@ -113,10 +129,7 @@ FIELDS: dict[str, Refusal] = {
     "web_search_options": Refusal(),
     "functions": Refusal("use tools"),
     "function_call": Refusal("use tool_choice"),
-    "best_of": Refusal("use n for several samples", (1,)),
-    "use_beam_search": Refusal(_NO_BEAMS, (False,)),
-    "length_penalty": Refusal(_NO_BEAMS, (1, 1.0)),
-    "early_stopping": Refusal(_NO_BEAMS, (False,)),
+    "best_of": Refusal("use n for several samples, beam_width for beam search", (1,)),
     "guided_json": Refusal('use structured_outputs {"json": ...} or response_format'),
     "guided_regex": _form("regex"),
     "guided_choice": _form("choice"),
@@ -146,6 +159,7 @@ _REFUSED: dict[type[GenerationBody], Mapping[str, Refusal]] = {
     CompletionBody: FIELDS | {"suffix": Refusal("put it into the prompt", ("",))},
     ChatBody: FIELDS | {"echo": Refusal(harmless=(False,)), "max_output_tokens": Refusal("use max_completion_tokens")},
     ResponseBody: FIELDS
+    | BEAM_FIELDS
     | {
         "background": Refusal("use stream", (False,)),
         "conversation": _NO_MEMORY,

@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.body import Body, Refusal, TokenIds, check_model, read_body, takes
-from octavo.server.request_bodies import FIELDS
+from octavo.server.request_bodies import BEAM_FIELDS, FIELDS
 from octavo.server.state import Server
 
 MOST_CHARS = 2**20  # one or two seconds of work, which cannot be stopped
 MOST_TOKENS = 2**20
 _IN_CHAT = Refusal("usage.prompt_tokens of /v1/chat/completions counts it", ([], {}))
-REFUSED = FIELDS | {"tools": _IN_CHAT, "chat_template_kwargs": _IN_CHAT}
+REFUSED = FIELDS | BEAM_FIELDS | {"tools": _IN_CHAT, "chat_template_kwargs": _IN_CHAT}
 _PIECE = 8192  # items of a list that become JSON in one call
 
 
@@ -52,7 +52,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/detokenize", openapi_extra=takes(Detokenize))
     async def detokenize(request: Request) -> Response:
-        asked = await read_body(request, Detokenize, FIELDS)
+        asked = await read_body(request, Detokenize, FIELDS | BEAM_FIELDS)
         check_model(server, asked.model)
         return _answer(await server.threads.run("tokenize", request, partial(_detokenized, server, asked.tokens)))
 

@@ -61,7 +61,7 @@ export function titleOf(pieces) {
   return found.length > MOST_LETTERS ? `${found.slice(0, MOST_LETTERS - 1)}…` : found;
 }
 
-const ENDS = { stop: "finished", length: "reached its token limit", abort: "cancelled", error: "failed" };
+const ENDS = { stop: "finished", length: "reached its token limit", abort: "cancelled", error: "failed", lost: "a beam that others have beaten" };
 
 /** { words, share: how much of its tokens it has, null where that is not known }. */
 export function sayProgress({ state, how, sample, samples, tokens, prompt, computed, limit, cached, preemptions }) {

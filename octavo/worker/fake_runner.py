@@ -4,7 +4,8 @@
     next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
                           no end of a bad word, and of a masked row only what the mask allows
     several a step:       up to `row_tokens`, as if each had been computed before the next; a masked row gets one
-    logprobs:             to a hash every token is as likely as any other, in prompts too
+    logprobs:             a hash over every h, too, says which token is the best, how likely it is, and how much less the next ids are;
+                          in prompts every token is as likely as any other
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
@@ -62,6 +63,15 @@ def _even(count: int, vocab_size: int) -> TokenLogprobs:
     """Returns logprobs in which all tokens are equally likely, with `count` best ones, lower ids first."""
     ids, logprob = tuple(range(min(count, vocab_size))), -log(vocab_size)
     return TokenLogprobs(logprob, 1, ids, (logprob,) * len(ids))
+
+
+def ranked(entries: Sequence[int], token: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """Returns the logprob of a token after these entries, and the best `count`: the best id, and those that follow it in their order."""
+    drawn, ranks = hash((1, *entries)), range(min(count, vocab_size))
+    best, fall, rank = drawn % vocab_size, 0.1 + drawn % 9973 / 9973, (token - drawn) % vocab_size
+    first = -0.05 - drawn // 9973 % 9973 / 9973
+    ids, logprobs = tuple((best + other) % vocab_size for other in ranks), tuple(first - fall * other for other in ranks)
+    return TokenLogprobs(first - fall * rank, rank + 1, ids, logprobs)
 
 
 def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:
@@ -165,9 +175,10 @@ class FakeRunner:
         result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
         for entry, (row_id, entries) in enumerate(zip(plan.row, self._entries)):
             row = self.rows[row_id]
+            known = len(entries or [])
             tokens = self._sample(row, entries, masked.get(entry)) if plan.samples[entry] else []
             if tokens and row.params.logprobs is not None:
-                result.logprobs[entry] = [_even(row.params.logprobs, self.vocab_size)] * len(tokens)
+                result.logprobs[entry] = self._logprobs(row.params.logprobs, tokens, entries or [], known)
             result.tokens.append(tokens)
             if piece := self._prompt_piece(row, plan.start[entry], plan.num_query[entry]):
                 result.prompt_logprobs[entry] = piece
@@ -185,6 +196,10 @@ class FakeRunner:
             row.tokens.append(tokens[-1])
             entries.append(_mix(entries[-1], tokens[-1], len(entries)))
         return tokens
+
+    def _logprobs(self, count: int, tokens: list[int], entries: list[int], known: int) -> list[TokenLogprobs]:
+        """Returns what is said of each token. entries: of the tokens too, behind the first `known`"""
+        return [ranked(entries[: known + at], token, count, self.vocab_size) for at, token in enumerate(tokens)]
 
     def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
         """Returns the logprobs of the prompt's tokens after those that were computed."""

@@ -15,12 +15,13 @@ import octavo
 from octavo import errors
 from octavo.llm import LLM
 from octavo.messages import LifeRecord
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
-from octavo.sampling_params import SamplingParams
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput, TextDelta
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputs
 from tests.docs.sources import GAP, ROOT, documents, helps, literals
 
 DOCS = ROOT / "docs"
+OUTPUTS = [RequestOutput, CompletionOutput, BeamSearchOutput, BeamSearchSequence, TextDelta, Logprob, LifeRecord]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 CODE = re.compile(r"`([^`]+)`")
 
@@ -55,14 +56,15 @@ def defaults_of(callable_or_class: Any) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("title", "described"), [("LLM", LLM), ("SamplingParams", SamplingParams), ("StructuredOutputs", StructuredOutputs)]
+    ("title", "described"),
+    [("LLM", LLM), ("SamplingParams", SamplingParams), ("BeamSearchParams", BeamSearchParams), ("StructuredOutputs", StructuredOutputs)],
 )
 def test_every_setting_is_in_the_python_reference_with_its_default(title: str, described: Any) -> None:
     shown = {named(row[0]): ast.literal_eval(named(row[1])) for row in rows(section("python.md", title)) if len(row) == 3}
     assert shown == defaults_of(described)
 
 
-@pytest.mark.parametrize("described", [RequestOutput, CompletionOutput, TextDelta, Logprob, LifeRecord])
+@pytest.mark.parametrize("described", OUTPUTS)
 def test_every_field_of_an_output_is_in_the_python_reference(described: Any) -> None:
     assert [named(row[0]) for row in rows(section("python.md", described.__name__))] == [each.name for each in fields(described)]
 

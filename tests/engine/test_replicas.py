@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, EngineError, OverloadError
+from octavo.messages import Beams
 from octavo.outputs import TextDelta
 from octavo.structured_outputs import StructuredOutputs
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
@@ -65,6 +67,23 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
             await until(lambda: is_idle(llm), 2.0)
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1, 2]
             assert llm.stats.generation_tokens >= 1.8 * counted, "a new engine begins to count at 0"
+
+    run(main())
+
+
+def test_a_beam_search_begins_again_in_another_engine(endless: str) -> None:
+    """Its client has no token yet, and it comes to the same answers."""
+
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
+            question = replace(ask([1, 2, 3], 40, temperature=0, n=2), beams=Beams(3))
+            quiet = samples(await read(llm, question))
+            stream = asyncio.create_task(read(llm, question))
+            await asyncio.sleep(0.2)
+            kill(llm, next(number for number, each in enumerate(llm.replicas) if each.stats is not None and each.stats.running))
+            found = await stream
+            assert samples(found) == quiet and len(quiet) == 2
+            assert max(delta.life.resumed for delta in found if delta.life is not None) == 1
 
     run(main())
 

@@ -14,7 +14,7 @@ from octavo.engine.trace import NoTrace
 from octavo.engine.view import FAILED, EngineView
 from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
-from octavo.messages import FinishReason
+from octavo.messages import Beams, Ending
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
 from octavo.server.view import without_text
@@ -46,11 +46,12 @@ class WatchedMachine(EngineMachine):
         self._checks, self.engine.pool.on_event = self.engine.pool.on_event, self._on_event
         self.ends: dict[int, tuple[list[Any], str, list[str]]] = {}  # how each sequence was before it left, and its sealed blocks
         self._let_go, self.engine.scheduler._remove = self.engine.scheduler._remove, self._remove  # type: ignore[method-assign]
+        self.engine.scheduler.beams._remove = self._remove
         self.joined: dict[str, set[int]] = {"always": set()}  # whose ends a reader could not see
         self.view = EngineView(self.engine.core)
         self.readers["always"] = Reader(self.view, "always", self.engine.scheduler)
 
-    def _remove(self, seq: Sequence, reason: FinishReason) -> None:
+    def _remove(self, seq: Sequence, reason: Ending) -> None:
         keys = [self.engine.pool.key_of[block] for block in seq.tables[0]]
         self.ends[seq.seq_id] = row_of(seq), reason, ["" if key is None else key[1][:8].hex() for key in keys]
         self._let_go(seq, reason)
@@ -129,6 +130,19 @@ def test_and_so_it_does_when_frames_are_small_and_rings_lose_what_was(monkeypatc
 def watched(**settings: Any) -> tuple[FakeEngine, Reader]:
     engine = FakeEngine(**settings)
     return engine, Reader(EngineView(engine.core), "w", engine.scheduler)
+
+
+def test_beams_are_samples_that_part_and_lose() -> None:
+    engine, reader = watched(num_blocks=60, block_size=4, rows=4)
+    engine.add("a", list(range(13)), sampling(12, n=2), beams=Beams(4))
+    engine.run()
+    reader.look()
+    events = [event[2:] for frame in reader.frames for event in frame.get("events", [])]
+    hows = [how for _, how in reader.ended.values()]
+    forks = [event for event in events if event[0] == "fork"]
+    assert hows.count("length") == 4 and len(forks) == 3 + hows.count("lost") > 3
+    assert {child for _, _, child in forks} <= reader.ended.keys() and any(event[0] == "copy" for event in events)
+    assert {(seq["sample"], seq["samples"]) for seq, _ in reader.ended.values()} == {(index, 4) for index in range(4)}
 
 
 def test_what_happens_is_told_in_order_and_the_figures_add_up() -> None:

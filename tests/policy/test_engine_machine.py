@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from octavo.messages import StepPlan
+from octavo.errors import RequestError
+from octavo.messages import Beams, StepPlan
 from octavo.policy import invariants
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.request import Sequence
@@ -23,6 +24,7 @@ MOST_TOKENS = 80
 
 anyone = st.tuples(st.integers(0, 99), st.none() | st.integers(0, 3))  # a request (perhaps ended or unknown), a sample or all
 points = st.sampled_from(["before_forward", "after_forward"])
+searches = st.builds(Beams, st.integers(1, 4), st.sampled_from([0.0, 0.7, 1.0, 2.0]), st.sampled_from([False, True, "never"]))
 changes = st.sampled_from(["fork", "truncate", "replace", "exchange"])
 
 
@@ -85,6 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "", "other"]),
         unwanted=st.sampled_from([None, None, 0, 1]),
+        beams=st.none() | searches,
     )
     def add(
         self,
@@ -98,13 +101,19 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         salt: str,
         unwanted: int | None,
+        beams: Beams | None,
     ) -> None:
         engine = self.engine
         prompt = (BASE[:shared] + tail or [0])[: engine.max_len - 1]
         if count is not None:
             count = min(count, engine.max_len - len(prompt))
-        params = SamplingParams(n=min(n, self.rows), max_tokens=count, seed=seed, ignore_eos=ignore_eos, stop_token_ids=stop)
-        engine.add(f"r{len(engine.asked)}", prompt, params, priority, salt)
+        most = self.rows if beams is None else beams.width
+        params = SamplingParams(n=min(n, most), max_tokens=count, seed=seed, ignore_eos=ignore_eos, stop_token_ids=stop)
+        try:
+            engine.add(f"r{len(engine.asked)}", prompt, params, priority, salt, beams=beams)
+        except RequestError:
+            assert beams is not None, "refused, but it fits"
+            return
         if unwanted is not None:
             self._abort((1, unwanted))  # one sample of the newest, before it could be forked
 
@@ -113,7 +122,8 @@ class EngineMachine(RuleBasedStateMachine):
         name = f"r{len(self.engine.asked) - number % (len(self.engine.asked) + 1)}"
         live = {index for at, index in self.engine.tokens if at == name and (name, index) not in self.engine.ends}
         deltas = self.engine.abort(name, index)
-        assert {delta.index for delta in deltas} == (live if index is None else live & {index})
+        is_search = name in self.engine.asked and self.engine.asked[name][0].beams is not None
+        assert {delta.index for delta in deltas} == (live if index is None or is_search else live & {index})
         assert all(delta.finish_reason == "abort" for delta in deltas)
         self.disturbed.add(name)
         assert self.engine.abort(name, index) == [], "aborted twice"
@@ -139,7 +149,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _sample(self, pick: int) -> Sequence | None:
         """A sample that has begun to answer."""
         scheduler = self.engine.scheduler
-        begun = [seq for seq in scheduler.running + scheduler.waiting if seq.num_tokens > seq.request.num_prompt]
+        live = [seq for seq in scheduler.running + scheduler.waiting if seq.request.beams is None]
+        begun = [seq for seq in live if seq.num_tokens > seq.request.num_prompt]
         return begun[pick % len(begun)] if begun else None
 
     def _change(self, what: str, pick: int, number: int) -> None:

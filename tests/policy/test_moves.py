@@ -82,6 +82,15 @@ def test_rows_exchange_places_in_one_plan(groups: tuple[CacheGroup, ...], depth:
         engine.assert_idle()
 
 
+def test_a_fork_that_takes_its_parents_row_at_once_has_its_own_noise() -> None:
+    engine, (seq,) = _started(1, (FULL,), 3)
+    child = engine.fork(seq)
+    assert child is not None
+    engine.scheduler.rows.exchange(seq, child)
+    _finish(engine)
+    assert engine.tokens["a", 0] != engine.tokens["a", 1]
+
+
 def test_an_exchange_that_is_taken_back_is_not_told() -> None:
     engine, (one, other) = _started(1, (FULL,), 2, "ab")
     engine.scheduler.rows.exchange(one, other)
@@ -123,7 +132,7 @@ def test_a_window_keeps_what_a_cut_can_still_reach() -> None:
     for length in range(seq.num_computed + 1, seq.num_tokens + 1):
         assert engine.kv.shortest(seq) <= length
     with pytest.raises(AssertionError):
-        engine.scheduler.truncate(seq, engine.kv.shortest(seq) - 1)
+        engine.scheduler.moves.truncate(seq, engine.kv.shortest(seq) - 1)
 
 
 @DEPTHS

@@ -114,7 +114,7 @@ def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str, monke
     async def main() -> None:
         async with engine_process(endless, "", Serving(inspector=True, step_seconds=0.05), **LESSON) as llm:
             lesson = Lesson(llm, lambda *words: None)
-            playing = asyncio.create_task(lesson.play(6))
+            playing = asyncio.create_task(lesson.play(7))
             await until(lambda: llm.num_open == 3, 2.0)
             with pytest.raises(ApiError, match="another scene is being played"):
                 await lesson.play(1)

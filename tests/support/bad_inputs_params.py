@@ -10,6 +10,20 @@ from tests.support.bad_inputs_watch import Watched
 BOTH = (COMPLETIONS, CHAT)
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 
+# What beam search does not have, or has no use for without use_beam_search.
+UNSEARCHED: dict[str, Any] = {"beam_width": 2, "length_penalty": 0.5, "early_stopping": True}
+UNSEARCHABLE: dict[str, list[Any]] = {
+    "beam_width": [0, -1, 2**31, 129, 1.5, True], "n": [0, 3, 129], "length_penalty": ["1", 17, -17, 10**400],
+    "early_stopping": ["always", 1, []], "stream": [True], "presence_penalty": [1], "frequency_penalty": [-1], "repetition_penalty": [1.1],
+    "min_tokens": [1], "logit_bias": [{"5": 1}], "allowed_token_ids": [[5]], "bad_words": [["a"]], "stop": ["a"], "stop_token_ids": [[5]],
+    "response_format": [{"type": "json_object"}], "structured_outputs": [{"regex": "a"}],
+}  # fmt: skip
+
+
+def _search(path: str, name: str, value: Any) -> Attempt:
+    return Attempt(path, SOUND[path] | {"use_beam_search": True, "beam_width": 2, name: value}, param=name)
+
+
 ATTEMPTS: dict[tuple[int, str], list[Attempt]] = {
     (30, "temperature"): numbers("temperature", *ALL) + fields("temperature", ["1", True, -0.1, 2.1, [1], {}], *ALL),
     (31, "repetition_penalty"): numbers("repetition_penalty", *BOTH) + fields("repetition_penalty", [0, -1, "1"], *ALL),
@@ -22,7 +36,11 @@ ATTEMPTS: dict[tuple[int, str], list[Attempt]] = {
     (34, "top_k"): fields("top_k", [-2, 1.5, 2**63, True], *ALL),
     (35, "min_p"): numbers("min_p", *BOTH) + fields("min_p", [-0.1, 1.1], *ALL),
     (36, "n"): fields("n", [0, -1, 2**31, 10**9, 129, 17, 1.0, True], *BOTH),
-    (38, "best_of and beams"): fields("best_of", [10**9, 2], *BOTH) + fields("use_beam_search", [True], *BOTH),
+    (38, "best_of and beams"): fields("best_of", [10**9, 2], *BOTH)
+    + fields("use_beam_search", ["yes", 1], *BOTH)
+    + fields("use_beam_search", [True], RESPONSES)
+    + [attempt for name, value in UNSEARCHED.items() for attempt in fields(name, [value], *BOTH)]
+    + [_search(path, name, value) for name, values in UNSEARCHABLE.items() for value in values for path in BOTH],
     (39, "max_tokens"): numbers("max_tokens", *BOTH)
     + fields("max_tokens", [0, -1, 2**63, "5", 1.5], *BOTH)
     + fields("max_completion_tokens", [0, -1, 2**63, "5"], CHAT)
@@ -97,7 +115,6 @@ def _many_prompt_logprobs(server: Watched) -> None:
 # Fields of other servers: a value that is refused, and what to use instead, as the message says it.
 JSON_FORM = 'use structured_outputs {"json": ...} or response_format'
 NO_BACKEND = "leave it out: every form is compiled by llguidance"
-NO_BEAMS = "there is no beam search; use n for several samples"
 OTHERS: dict[str, tuple[Any, str]] = {
     "guided_json": ({"type": "object"}, JSON_FORM),
     "guided_regex": ("a+", 'use structured_outputs {"regex": ...}'),
@@ -117,10 +134,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "web_search_options": ({}, ""),
     "functions": ([{"name": "f"}], "use tools"),
     "function_call": ("auto", "use tool_choice"),
-    "best_of": (2, "use n for several samples"),
-    "use_beam_search": (True, NO_BEAMS),
-    "length_penalty": (0.5, NO_BEAMS),
-    "early_stopping": (True, NO_BEAMS),
+    "best_of": (2, "use n for several samples, beam_width for beam search"),
     "prompt_logprobs": (0, "use /v1/completions with echo and logprobs"),
     "truncate_prompt_tokens": (5, "shorten the prompt; /tokenize counts its tokens"),
     "prompt_embeds": ("gASV", "send text or token ids"),

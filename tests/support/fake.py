@@ -12,7 +12,7 @@ from dataclasses import replace
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineError
-from octavo.messages import AddRequest, Delta, FinishReason, Limits, StepPlan
+from octavo.messages import AddRequest, Beams, Delta, FinishReason, Limits, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockKey, BlockPool, Event
 from octavo.policy.cache_group import FULL, CacheGroup
@@ -24,6 +24,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.fake_runner import FakeRunner, Slot, expected
 from octavo.worker.faults import Faults
+from tests.support.beams import expected_beams
 
 VOCAB = 50
 GROUPS = [
@@ -134,8 +135,9 @@ class FakeEngine:
         priority: int = 0,
         salt: str = "",
         bad_words: list[list[int]] | None = None,
+        beams: Beams | None = None,
     ) -> Request:
-        message = AddRequest(name, list(prompt), params or sampling(), priority, salt, bad_words or [])
+        message = AddRequest(name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams)
         self.core.add(message)
         request = self.scheduler.requests[name]
         self.asked[name] = (message, request)
@@ -180,7 +182,7 @@ class FakeEngine:
         """Another sample of the request, which begins with all its parent has said."""
         name = parent.request.request_id
         index = max(at for other, at in self.tokens if other == name) + 1
-        child = self.scheduler.fork(parent, index)
+        child = self.scheduler.moves.fork(parent, index)
         if child is not None:
             said = self.tokens[name, parent.index]
             self.tokens[name, index], self.chosen[name, index] = said.copy(), said.copy()
@@ -190,13 +192,13 @@ class FakeEngine:
     def truncate(self, seq: Sequence, length: int) -> None:
         """It says the rest again."""
         key, kept = (seq.request.request_id, seq.index), length - seq.request.num_prompt
-        self.scheduler.truncate(seq, length)
+        self.scheduler.moves.truncate(seq, length)
         for lists in (self.tokens, self.token_steps, self.chosen):
             del lists.get(key, [])[kept:]
 
     def replace_last(self, seq: Sequence, token: int) -> None:
         key = seq.request.request_id, seq.index
-        self.scheduler.replace_last(seq, token)
+        self.scheduler.moves.replace_last(seq, token)
         self.tokens[key][-1] = token
         self.chosen[key] = self.tokens[key].copy()
 
@@ -225,13 +227,20 @@ class FakeEngine:
         end = next((at for at, token in enumerate(text) if token in request.end_ids and at >= len(chosen)), None)
         return (text, "length") if end is None else (text[: end + 1], "stop")
 
+    def _beam_answers(self, name: str) -> list[tuple[list[int], FinishReason]]:
+        message, request = self.asked[name]
+        assert message.beams is not None
+        count = min(message.params.max_tokens or self.max_len, self.max_len - len(message.prompt_token_ids))
+        return expected_beams(message.prompt_token_ids, count, request.root, VOCAB, message.beams, request.end_ids)
+
     def reason(self, name: str, index: int = 0) -> FinishReason | None:
         return self.ends[name, index].finish_reason
 
     def assert_exact(self, disturbed: set[str] | None = None) -> None:
         """Every sample ended, with its whole text; those of `disturbed` requests perhaps early, with what they had."""
+        answers = {name: self._beam_answers(name) for name, (message, _) in self.asked.items() if message.beams is not None}
         for (name, index), tokens in self.tokens.items():
-            text, reason = self.expected(name, index)
+            text, reason = answers[name][index] if name in answers else self.expected(name, index)
             if self.reason(name, index) in ("abort", "error"):
                 assert disturbed is not None and name in disturbed, f"{name}/{index} ended with {self.ends[name, index]}"
                 assert tokens == text[: len(tokens)], f"{name}/{index} is wrong"

@@ -134,7 +134,7 @@ class InprocLLM(StandInLLM):
                 raise RequestError(f"{name} is {value}, max_logprobs is {self._llm.config.max_logprobs}", name)
         name = f"r{next(self._ids)}"
         assert ask.bad_words is not None, "a server spells them"
-        request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, ask.bad_words)
+        request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, ask.bad_words, beams=ask.beams)
         self._llm._core.add(request)
         queue = self._queues[name] = asyncio.Queue()
         self._llm._outputs.add(request, ask.prompt, Queued(queue))

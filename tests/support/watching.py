@@ -28,7 +28,7 @@ def row_of(seq: Sequence) -> list[Any]:
     """What is to be told of a sequence: the fields of SEQUENCE."""
     request = seq.request
     return [
-        list(seq.tables[0]), request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens,
+        list(seq.tables[0]), request.request_id, seq.index, request.num_samples, seq.status.value, request.num_prompt, seq.num_tokens,
         seq.limit, seq.num_computed, request.life.cached_tokens, seq.preemptions,
     ]  # fmt: skip
 

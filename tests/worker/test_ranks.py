@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, LoadError, RankLost
@@ -42,8 +42,8 @@ def opened(folder: Path, ranks: int, **settings: Any) -> LLM:
     return LLM(str(folder), tensor_parallel_size=ranks, skip_tokenizer_init=True, max_model_len=320, **(limits | settings))
 
 
-def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput], int]:
-    """Returns the answers to all asks, and how often a sequence was preempted."""
+def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput], list[BeamSearchOutput], int]:
+    """Returns the answers to all asks, those of beam searches, and how often a sequence was preempted."""
     rng = Random(11)
     shared = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = [shared * (number % 2) + [rng.randrange(VOCAB) for _ in range(rng.choice([1, 15, 40, 90]))] for number in range(14)]
@@ -52,9 +52,10 @@ def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput]
         use_hand_made_grammars(llm, VOCAB)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         outputs += llm.generate(prompts[:7], params[:7], use_tqdm=False)  # with what is cached
+        searched = llm.beam_search(prompts[:6], BeamSearchParams(4, 24, length_penalty=0.7), use_tqdm=False)
         stats = llm.stats()
     assert stats.prefix_hits > 0
-    return outputs, stats.preemptions
+    return outputs, searched, stats.preemptions
 
 
 # promise: tensor-parallel-size, llm-tensor-parallel-size, pipeline-parallel-size, llm-pipeline-parallel-size
@@ -74,9 +75,11 @@ def test_ranks_say_together_what_one_says(
 ) -> None:
     folder = tiny_model(tmp_path, architecture, seed=3, **shape)
     mode = "processed" if stages == 2 else "raw"
-    alone, preempted = said(folder, 1, native=native, logprobs_mode=mode)
-    together, again = said(folder, ranks, native=native, logprobs_mode=mode, pipeline_parallel_size=stages)
+    alone, searched, preempted = said(folder, 1, native=native, logprobs_mode=mode)
+    together, found, again = said(folder, ranks, native=native, logprobs_mode=mode, pipeline_parallel_size=stages)
     assert preempted > 0 and again > 0
+    for search, search_together in zip(searched, found, strict=True):
+        assert [answer.tokens for answer in search.sequences] == [answer.tokens for answer in search_together.sequences]
     for one, other in zip(alone, together, strict=True):
         assert one.num_cached_tokens == other.num_cached_tokens or stages > 1  # there, others may be admitted first
         for sample_alone, sample_together in zip(one.outputs, other.outputs, strict=True):

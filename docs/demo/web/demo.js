@@ -27,7 +27,7 @@ const opening = make(
   { class: "lesson opening", "aria-labelledby": "opening-title", hidden: true },
   make("h2", { id: "opening-title" }, "An LLM engine that shows its memory"),
   make("p", {}, "Octavo runs language models on a CPU or an NVIDIA GPU. It stores what a model has read in small blocks, and requests that begin alike share them."),
-  make("p", {}, "The squares are the blocks of a real engine, recorded while four requests ran. The lesson explains them in nine short scenes."),
+  make("p", {}, "The squares are the blocks of a real engine, recorded while four requests ran. The lesson explains them in ten short scenes."),
   make("div", { class: "lesson-controls" }, start),
   make("p", { class: "muted" }, make("a", { href: "../../README.md" }, "Run it on your own machine"), " with one command: ", make("code", {}, "make serve")),
   said,
