@@ -5,7 +5,6 @@
 GGUF files of architecture `llama` are of all three, and say nothing of windows.
 """
 
-
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     SLIDING,

@@ -1,6 +1,5 @@
 """OLMo 2: norms after each sub-layer and none before; q and k are normed over all their heads at once. No torch here."""
 
-
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     ATTENTION_RULES,

@@ -3,7 +3,6 @@
     Qwen2   biases on q, k, v         Qwen3   norms on the heads of q and k         both   a window on some layers, if the config says so
 """
 
-
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     DenseConfig,
