@@ -15,7 +15,7 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest m
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
 # keeps back of those before it, and once more where it comes in parts.
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
-
+HUGE = 2 << 20  # bytes of a huge page: matrices take whole ones together
 
 GATES = ("swiglu", "geglu", "clamped")
 KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm"}  # features of attention
@@ -55,15 +55,15 @@ def native_weight_bytes(
     kept = model.vector_numbers * FLOAT32
     if model.lookup is not None:
         kept += model.lookup.numbers * item
-    most = 0
+    most = packed = 0
     for one in native_matrices(model, item, stored):
         on_the_way = 0 if all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
         size = one.matrix.numbers
         most = max(most, kept + size * unpacked, kept + one.nbytes + int(size * on_the_way))
-        kept += one.nbytes
-    return kept, most
+        kept, packed = kept + one.nbytes, packed + one.nbytes
+    return kept + -packed % HUGE, most
 
 
 def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> int:

@@ -170,18 +170,23 @@ FORMS = {
 }  # fmt: skip
 
 
+def written(family: str, name: str, arguments: dict[str, str]) -> str:
+    if family == "pythonic":
+        return f"[{name}(**{json.dumps(arguments, ensure_ascii=False)})]"
+    key = "parameters" if family == "llama3_json" else "arguments"
+    return FORMS.get(family, "<tool_call>\n%s\n</tool_call>") % json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
 @settings(max_examples=20)
 @given(st.sampled_from(sorted(FAMILIES.keys() - {"harmony"})), st.text("aé\n\"\\🙂", max_size=3))
 def test_a_forced_call_is_one_of_these_as_templates_write_it(family: str, word: str) -> None:
-    key = "parameters" if family == "llama3_json" else "arguments"
-    form = FORMS.get(family, "<tool_call>\n%s\n</tool_call>")
     grammar = behind_thought(forced_call(family, TOOLS, parallel=False), "none", "")
-    call = {"name": "say", key: {"x": word}}
-    assert takes(grammar, form % json.dumps(call, ensure_ascii=False))
-    assert not takes(grammar, form % json.dumps(call, ensure_ascii=False).replace('"x": ', '"x":  '))
-    for other in ({**call, "name": "rm"}, {**call, key: {"x": word + "1234"}}, {**call, key: {"y": word}}):
-        assert not takes(grammar, form % json.dumps(other))
-    assert not takes(grammar, "Sure. " + form % json.dumps(call)) and not takes(grammar, "")
+    call = written(family, "say", {"x": word})
+    assert takes(grammar, call)
+    assert not takes(grammar, call.replace('"x": ', '"x":  '))
+    for name, arguments in (("rm", {"x": word}), ("say", {"x": word + "1234"}), ("say", {"y": word})):
+        assert not takes(grammar, written(family, name, arguments))
+    assert not takes(grammar, "Sure. " + call) and not takes(grammar, "")
 
 
 @pytest.mark.parametrize(("prompt", "thought", "may_skip"), [("", "<think>", True), ("<think>\n", "", False)])

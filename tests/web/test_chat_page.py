@@ -431,7 +431,7 @@ def test_a_host_of_plain_files_shows_the_page_without_the_chat(open_page: OpenPa
         page = open_page(f"{url}/some/place/", expected=[NO_VIEW, f"{STATUS} 404 .*/health$"]).page
         expect(page.locator("#state")).to_have_text("There is no server behind this page: the chat needs one.")
         expect(page.locator("#chat")).to_be_hidden()
-        expect(page.get_by_role("region", name="Lesson")).to_contain_text("1 of 9")
+        expect(page.get_by_role("region", name="Lesson")).to_contain_text("1 of 10")
 
 
 # promise: page
