@@ -53,8 +53,6 @@ def levels_by_form(kind: int, rows: int) -> dict[str, tuple[str, ...]]:
 def with_weights(case: Case, weights: Weights, prefix: str = "") -> None:
     n, k = weights.exact.shape
     numbers = {"kind": weights.kind, "group": weights.group, "n": n, "k": k, "factor": weights.factor}
-    if weights.kind in (Q8, Q4):
-        numbers["top"] = packing._top(weights.source["scale"], weights.source["offset"], weights.kind, weights.table)
     if weights.kind == F16:
         numbers["factor"] = packing._half_factor(weights.exact)
     case.numbers |= {prefix + name: value for name, value in numbers.items()}
