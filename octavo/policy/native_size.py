@@ -15,7 +15,7 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest m
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
 # keeps back of those before it, and once more where it comes in parts.
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
-HUGE = 2 << 20  # bytes of a huge page: matrices take whole ones together
+HALF_EMPTY = 1 << 20  # bytes in the mean: matrices take whole huge pages of 2 MiB together
 
 GATES = ("swiglu", "geglu", "clamped")
 KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm"}  # features of attention
@@ -55,24 +55,26 @@ def native_weight_bytes(
     kept = model.vector_numbers * FLOAT32
     if model.lookup is not None:
         kept += model.lookup.numbers * item
-    most = packed = 0
+    most = 0
     for one in native_matrices(model, item, stored):
         on_the_way = 0 if all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
         size = one.matrix.numbers
         most = max(most, kept + size * unpacked, kept + one.nbytes + int(size * on_the_way))
-        kept, packed = kept + one.nbytes, packed + one.nbytes
-    return kept + -packed % HUGE, most
+        kept += one.nbytes
+    return kept, most
 
 
 def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> int:
-    """Returns the bytes of buffers, which grow to the fullest step and stay, of hidden states and logits of two steps, and of what each
-    thread needs to draw from a row. A level that multiplies bfloat16 leaves some of the floats counted here untouched."""
+    """Returns the bytes of buffers, which grow to the fullest step and stay, of hidden states and logits of two steps, of what each
+    thread needs to draw from a row, and of what stays empty behind the weights. A level that multiplies bfloat16 leaves some of the
+    floats counted here untouched."""
     widest = max(matrix.columns for matrix in model.matrices if matrix.layer is not None) + COLUMNS
     token = max(_token_numbers(model, layer, index, widest) for layer, index in model.kinds.items())
     logits = load.rows * model.vocab_size
-    return load.tokens * token * FLOAT32 + 2 * FLOAT32 * logits + threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
+    own = threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
+    return load.tokens * token * FLOAT32 + 2 * FLOAT32 * logits + own + HALF_EMPTY
 
 
 def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, widest: int) -> int:

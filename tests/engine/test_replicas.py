@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.replica import Replica
 from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, EngineError, OverloadError
 from octavo.messages import Beams
@@ -71,16 +72,21 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
     run(main())
 
 
+def busy(each: Replica) -> bool:
+    return each.stats is not None and each.stats.running > 0
+
+
 def test_a_beam_search_begins_again_in_another_engine(endless: str) -> None:
     """Its client has no token yet, and it comes to the same answers."""
 
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
-            question = replace(ask([1, 2, 3], 40, temperature=0, n=2), beams=Beams(3))
+            question = replace(ask([1, 2, 3], 120, temperature=0, n=2), beams=Beams(3))
             quiet = samples(await read(llm, question))
+            await until(lambda: not any(busy(each) for each in llm.replicas), 5.0)
             stream = asyncio.create_task(read(llm, question))
-            await asyncio.sleep(0.2)
-            kill(llm, next(number for number, each in enumerate(llm.replicas) if each.stats is not None and each.stats.running))
+            await until(lambda: any(busy(each) for each in llm.replicas), 5.0)
+            kill(llm, next(number for number, each in enumerate(llm.replicas) if busy(each)))
             found = await stream
             assert samples(found) == quiet and len(quiet) == 2
             assert max(delta.life.resumed for delta in found if delta.life is not None) == 1
