@@ -99,11 +99,12 @@ class Facts:
     def tell_of_fp8(self) -> None:
         """Logs how many matrices stay 8-bit floats, and what they are multiplied by."""
         count = sum(one.codes is not None and one.codes.fp8_span > 0 for one in self.kept)
+        if not count:
+            return
         known = self.device.type == "cpu" or torch.cuda.get_device_capability(self.device) >= (8, 9)
         rounded = known and rounds_x(FP8_EXACT_ROWS + 1, getattr(torch, self.dtype))
         by = f"8-bit floats in steps of more than {FP8_EXACT_ROWS} tokens, padding included" if rounded else self.dtype
-        if count:
-            logger.info("Matrices of 8-bit floats: %d of %d, multiplied by %s", count, len(self.kept), by)
+        logger.info("Matrices of 8-bit floats: %d of %d, multiplied by %s", count, len(self.kept), by)
 
 
 def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE) -> Facts:
