@@ -20,6 +20,7 @@ LOOK_SECONDS = 0.02
 FOR_EVER_SECONDS = 5.0  # what takes longer is reported before it ends, if it ever does
 OTHERS = 5  # another thread may have the interpreter for so many times longer: a large body is parsed in one go
 SAID = "did not turn for"  # what tests look for
+Stack = list[tuple[str, int, str]]  # file, line, function
 
 
 class Watch(Protocol):
@@ -47,7 +48,7 @@ class StallWatch:
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread)
         self._began: float | None = None  # by the clock; None: no turn is watched
-        self._stack = ""  # seen in a turn that takes too long
+        self._stack: Stack = []  # seen in a turn that takes too long
         self._told = False  # whether the turn was reported
         self._looked = self._times()
 
@@ -57,13 +58,13 @@ class StallWatch:
         return self
 
     def begin(self) -> None:
-        self._stack, self._told = "", False
+        self._stack, self._told = [], False
         self._began = time.clock_gettime(self._clock)
 
     def end(self) -> None:
         began, self._began = self._began, None
         if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most and not self._told:
-            self._report(took, "", self._stack or "(it was over before anybody looked)\n")
+            self._report(took, "", _told(self._stack) or "(it was over before anybody looked)\n")
 
     def _run(self, loop: asyncio.AbstractEventLoop | None) -> None:
         while True:
@@ -84,7 +85,7 @@ class StallWatch:
             self._stack = self._stack or _stack_of(self._thread)
         if took > FOR_EVER_SECONDS and not self._told:
             self._told = True
-            self._report(took, " and still does not", self._stack)
+            self._report(took, " and still does not", _told(self._stack))
 
     def _look_for_others(self) -> None:
         """Reports the other threads if this one woke late while they computed: they held the interpreter."""
@@ -92,7 +93,7 @@ class StallWatch:
         wall, loop, process = (now - then for now, then in zip(self._looked, before))
         if min(wall, process - loop) > OTHERS * self._most:
             others = [thread for thread in threading.enumerate() if thread.ident not in (self._thread, threading.get_ident())]
-            stacks = "".join(f"  {thread.name}:\n{_stack_of(thread.ident)}" for thread in others)
+            stacks = "".join(f"  {thread.name}:\n{_told(_stack_of(thread.ident))}" for thread in others)
             self._report(min(wall, process - loop), " because another thread had the interpreter", stacks, OTHERS)
 
     def _times(self) -> tuple[float, float, float]:
@@ -103,6 +104,15 @@ class StallWatch:
         logger.error("%s %s %d ms of CPU time%s, at most %d are allowed\n%s", self._what, SAID, took, why, most, stack)
 
 
-def _stack_of(thread: int | None) -> str:
-    frame = sys._current_frames().get(thread or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+def _stack_of(thread: int | None) -> Stack:
+    """Where the thread is, from the outside in. Source lines come later: whoever opens files lets go of the interpreter, again and again,
+    and a busy thread does not give it back before the turn is over."""
+    frame, stack = sys._current_frames().get(thread or 0), []
+    while frame is not None:
+        stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return stack[::-1]
+
+
+def _told(stack: Stack) -> str:
+    return "".join(traceback.format_list([(*place, None) for place in stack]))

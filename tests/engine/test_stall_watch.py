@@ -11,15 +11,10 @@ import uvloop
 
 from octavo.engine.stall_watch import LOOK_SECONDS, OTHERS, SAID, StallWatch
 from tests.cli.processes import FAKE
+from tests.support.busy import compute
 from tests.support.server_process import STAND_IN, ServerProcess
 
 MOST = 100  # milliseconds
-
-
-def compute(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
 
 
 def keep_the_interpreter(seconds: float) -> None:
@@ -82,12 +77,12 @@ def test_a_turn_that_somebody_else_names_is_measured_from_its_begin_to_its_end(c
         compute(seconds)
         watch.end()
     (line,) = said(caplog)
-    assert line.startswith("the engine's loop did not turn for 3") and "in compute" in line
+    assert 300 <= int(re.match(rf"the engine's loop {SAID} (\d+) ms", line)[1]) < 1000 and "in compute" in line  # type: ignore[index]
 
 
 def test_a_test_whose_server_has_a_slow_event_loop_fails() -> None:
     with (
-        pytest.raises(AssertionError, match=rf"a loop {SAID} [4-9]\d\d ms of CPU time, at most 200 are allowed(.|\n)*in spin"),
+        pytest.raises(AssertionError, match=rf"a loop {SAID} (?:[4-9]\d\d|\d{{4}}) ms of CPU time, at most 200 are allowed(.|\n)*in spin"),
         ServerProcess(STAND_IN) as server,
     ):
         assert server.ask("GET", "/spin").status == 200

@@ -34,6 +34,7 @@ from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from octavo.text.tokenizer import Tokenizer
+from tests.support.busy import compute
 from tests.support.stand_in_llm import StandInLLM
 
 BROKEN = "the tokenizer breaks here"
@@ -133,9 +134,7 @@ def stand_in_routes(server: Server) -> APIRouter:
 
     @routes.get("/spin")
     async def spin() -> None:
-        end = time.thread_time() + 0.5
-        while time.thread_time() < end:
-            pass
+        compute(0.5)
 
     @routes.get("/die")
     async def die() -> None:
