@@ -5,6 +5,7 @@ Requests go on when a node, an engine or its bridge dies, with the text they wou
 
 import asyncio
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -19,9 +20,11 @@ from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError, LoadError
 from octavo.outputs import TextDelta
 from tests.engine.test_replicas import questions, samples
+from tests.server.test_replica_storm import survives
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, tokens, until
 from tests.support.models import tiny_model
 from tests.support.ray_nodes import NEEDS_RAY, engine_actors, engines_on_nodes, node, nodes_of_engines, processes_of
+from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
 pytestmark = NEEDS_RAY
@@ -119,6 +122,20 @@ def test_no_stream_is_lost_with_a_node_and_its_engine_serves_again_elsewhere(clu
 
 
 # promise: distributed-executor-backend
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_no_client_of_64_sees_nodes_die(cluster: Any, endless: str, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def kill_a_node(_: ServerProcess, rng: random.Random) -> None:
+        nodes = [each for each in nodes_of_engines(cluster).values() if each is not cluster.head_node]
+        cluster.remove_node(rng.choice(nodes), allow_graceful=False)
+        cluster.add_node(wait=False, **node(CPUS))
+
+    flags = ("--distributed-executor-backend", "ray", "--api-processes", processes)
+    told = survives(endless, 64, 60, 2, *flags, blow=kill_a_node)
+    with capsys.disabled():
+        print(f"\nstorm of nodes: {told}")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["engine killed", "engine stopped", "bridge killed"])
 def test_no_stream_is_lost_when_an_engine_or_its_bridge_dies(cluster: Any, endless: str, how: str) -> None:

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +97,16 @@ async def one_by_one(server: ServerProcess, clients: int) -> list[Answer]:
     return [await asked(server, number) for number in range(clients)]
 
 
-async def storm(server: ServerProcess, quiet: list[Answer], seconds: float, pauses: tuple[float, float]) -> tuple[int, int, int]:
+Blow = Callable[[ServerProcess, random.Random], None]  # ends an engine
+
+
+def kill_or_stop(server: ServerProcess, rng: random.Random) -> None:
+    os.kill(rng.choice(sorted(engines(server).values())), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+
+
+async def storm(
+    server: ServerProcess, quiet: list[Answer], seconds: float, pauses: tuple[float, float], blow: Blow
+) -> tuple[int, int, int]:
     """Returns how many were answered as on the quiet server, how many of them moved, and how many engines died."""
     rng, clients = random.Random(11), len(quiet)
     answered = moved = deaths = 0
@@ -114,19 +124,18 @@ async def storm(server: ServerProcess, quiet: list[Answer], seconds: float, paus
     while time.monotonic() < end:
         await asyncio.sleep(rng.uniform(*pauses))
         if (await asyncio.to_thread(ready, server))[0] == 3:  # whoever loses two engines without a token between is failed
-            victim = rng.choice(sorted(engines(server).values()))
-            os.kill(victim, rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+            blow(server, rng)  # here, for Ray starts nodes in the main thread alone
             deaths += 1
     await asyncio.gather(*work)
     return answered, moved, deaths
 
 
-def survives(folder: str, clients: int, seconds: float, deaths: int) -> str:
-    with ServerProcess("octavo serve", folder, *FLAGS, env={"OMP_NUM_THREADS": "1"}, watch="") as server:
+def survives(folder: str, clients: int, seconds: float, deaths: int, *flags: str, blow: Blow = kill_or_stop) -> str:
+    with ServerProcess("octavo serve", folder, *FLAGS, *flags, env={"OMP_NUM_THREADS": "1"}, watch="") as server:
         wait_for(lambda: ready(server) == (3, 3), 60)
         quiet = asyncio.run(one_by_one(server, clients))
         before = server.memory("VmRSS")
-        answered, moved, died = asyncio.run(storm(server, quiet, seconds, (1.0, 3.0)))
+        answered, moved, died = asyncio.run(storm(server, quiet, seconds, (1.0, 3.0), blow))
         assert died >= deaths and moved > 0, (answered, moved, died)
         wait_for(lambda: ready(server) == (3, 3), 60)
         told = server.ask("GET", "/metrics").body.decode()
