@@ -135,7 +135,11 @@ def survives(folder: str, clients: int, seconds: float, deaths: int, *flags: str
         wait_for(lambda: ready(server) == (3, 3), 60)
         quiet = asyncio.run(one_by_one(server, clients))
         before = server.memory("VmRSS")
-        answered, moved, died = asyncio.run(storm(server, quiet, seconds, (1.0, 3.0), blow))
+        try:
+            answered, moved, died = asyncio.run(storm(server, quiet, seconds, (1.0, 3.0), blow))
+        except Exception as error:
+            error.add_note(server.stderr[-5000:])
+            raise
         assert died >= deaths and moved > 0, (answered, moved, died)
         wait_for(lambda: ready(server) == (3, 3), 60)
         told = server.ask("GET", "/metrics").body.decode()
