@@ -30,7 +30,7 @@ MOVED = "engine 1 is shown from here on"
 def lesson(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = story_folder(tmp_path_factory.mktemp("lesson") / "stories", end_ids=[])
     env = {"OCTAVO_LOG_LEVEL": "ERROR", "OCTAVO_DEBUG": "runner=fake"}
-    with ServerProcess("octavo serve", str(folder), "--lesson", "--lesson-pace", "0.03", env=env) as process:
+    with ServerProcess("octavo serve", str(folder), "--lesson", "--lesson-pace", "0.02", env=env) as process:
         yield address(process)
 
 
