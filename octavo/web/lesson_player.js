@@ -10,6 +10,7 @@ A scene that is over shows the last moment at which blocks were in use: after it
 import { getJson, postJson } from "./api.js";
 
 const RECORDING = "./web/lesson.ndjson";
+const LATE_MS = 10_000; // how long the stream may take to tell the end of a scene that is over
 
 export async function openPlayer(view) {
   await serverKnown(view);
@@ -31,15 +32,21 @@ export async function openRecordedPlayer(view) {
 }
 
 /** Until the server has said what it is, or cannot be reached. */
-async function serverKnown(view) {
-  const known = () => view.history.head || !view.status.ok || !view.source.hasServer;
-  if (known()) return;
+function serverKnown(view) {
+  return until(view, () => view.history.head || !view.status.ok || !view.source.hasServer);
+}
+
+/** Resolves once this holds, which is looked at with all that happens in the view, or when so many milliseconds are over. */
+async function until(view, holds, milliseconds = 0) {
+  if (holds()) return;
   await new Promise((resolve) => {
-    const leave = view.on(() => {
-      if (!known()) return;
+    const end = () => {
       leave();
+      clearTimeout(timer);
       resolve();
-    });
+    };
+    const leave = view.on(() => holds() && end());
+    const timer = milliseconds ? setTimeout(end, milliseconds) : null;
   });
 }
 
@@ -127,11 +134,19 @@ class EnginePlayer {
     this.#view.resume();
     try {
       await postJson(`./v1/lesson/${number}`, playing.signal);
+      await until(this.#view, () => this.#playing !== playing || this.#isTold(from), LATE_MS);
     } catch (error) {
       if (error.name !== "AbortError") throw error;
     } finally {
       if (this.#playing === playing) this.#end(from);
     }
+  }
+
+  /** Whether the picture has come to the end of the scene: its blocks were in use and are free again. The stream tells this later than
+   * the answer to the request comes. */
+  #isTold(from) {
+    const { history } = this.#view;
+    return !this.isRunning || (!isInUse(history.state) && lastInUse(history, from, history.last) > from);
   }
 
   #end(from) {
@@ -162,10 +177,14 @@ class EnginePlayer {
   }
 }
 
+/** Whether a sequence has blocks. */
+function isInUse(state) {
+  return state !== null && [...state.seqs.values()].some(({ table }) => table.length);
+}
+
 /** The last moment between two at which a sequence had blocks. */
 function lastInUse(history, from, until) {
-  const isInUse = (moment) => [...history.at(moment).seqs.values()].some(({ table }) => table.length);
   let moment = history.neighbour(until, -1);
-  while (moment > from && !isInUse(moment)) moment = history.neighbour(moment, -1);
+  while (moment > from && !isInUse(history.at(moment))) moment = history.neighbour(moment, -1);
   return moment;
 }

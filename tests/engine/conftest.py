@@ -1,8 +1,18 @@
-"""Story models for the engine's tests: real text, 260,000 parameters, open in a moment."""
+"""Story models for the engine's tests: real text, 260,000 parameters, open in a moment.
+
+Engine processes are forked from one that has imported their libraries. What is tried is what they do, not how each starts.
+"""
 
 import pytest
 
+from octavo.engine import supervisor
+from tests.support.forked import ForkingSubprocess
 from tests.support.story_folder import story_folder
+
+
+@pytest.fixture(autouse=True)
+def engines_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "subprocess", ForkingSubprocess())
 
 
 @pytest.fixture(scope="session")

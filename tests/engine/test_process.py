@@ -256,17 +256,18 @@ def _has_ss() -> bool:
 
 
 def test_requests_of_a_process_that_is_gone_end(endless: str) -> None:
-    """Here it is played by one that has ended before."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
+    """It is gone once its request runs: the engine may look for it at any moment."""
 
     async def main() -> None:
-        async with engine_process(endless, "forward.sleep=10") as llm:
+        async with engine_process(endless, "forward.sleep=20") as llm:
             client = raw(llm.address, b"ghost")
-            client.send(wire.encode(DownFrame(0, 1, Ping(ended.pid))))
-            client.send(wire.encode(DownFrame(1, 2, Add(AddRequest("ghost-1", [1, 2], SamplingParams(max_tokens=400, ignore_eos=True))))))
-            await until(lambda: llm.stats.running == 1, 2.0)
-            await until(lambda: is_idle(llm), 2.0)
+            with subprocess.Popen(["sleep", "60"]) as ghost:
+                client.send(wire.encode(DownFrame(0, 1, Ping(ghost.pid))))
+                params = SamplingParams(max_tokens=400, ignore_eos=True)
+                client.send(wire.encode(DownFrame(1, 2, Add(AddRequest("ghost-1", [1, 2], params)))))
+                await until(lambda: llm.stats.running == 1, 10.0, "its request runs")
+                ghost.kill()
+            await until(lambda: is_idle(llm), 10.0, "its request has ended")
             assert llm.stats.generation_tokens < 300
             client.close()
 

@@ -15,14 +15,16 @@ KINDS = {
     "fp8 of whole matrices": Kind("fp8", 8, 64, sym=True, scales="tensor"),
     "compressed-tensors by rows": Kind("fp8", 8, 64, sym=True, scales="rows", compressed=True, architecture="Qwen2ForCausalLM"),
 }
-WIDE = {
-    "self_attn.q_proj": (512, 512), "self_attn.k_proj": (128, 512), "self_attn.v_proj": (128, 512), "self_attn.o_proj": (512, 512),
-    "mlp.gate_proj": (1024, 512), "mlp.up_proj": (1024, 512), "mlp.down_proj": (512, 1024),
-}  # fmt: skip
-
-
+HIDDEN = {"cpu": 256, "cuda": 512}  # blocks of scales are 128 wide; tiles of a GPU want more
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2)
 LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (0.7, 4.0)}  # of logprobs, in the mean and at most: activations as they are, and in 8 bits
+
+
+def shapes(hidden: int) -> dict[str, tuple[int, int]]:
+    """Of a layer with two heads of 64 for keys."""
+    heads = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (128, hidden), "self_attn.v_proj": (128, hidden)}
+    mlp = {"mlp.gate_proj": (2 * hidden, hidden), "mlp.up_proj": (2 * hidden, hidden), "mlp.down_proj": (hidden, 2 * hidden)}
+    return heads | {"self_attn.o_proj": (hidden, hidden)} | mlp
 
 
 def generated(folder: Path, place: Place, asked: list[list[int]], dtype: str, form: str, eager: bool) -> list[RequestOutput]:
@@ -45,7 +47,8 @@ def differences(found: list[RequestOutput], reference: list[RequestOutput]) -> l
 @pytest.mark.parametrize("name", KINDS)
 def test_texts_are_those_of_the_floats_but_for_8_bits(name: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 activations are not rounded. The logits of this model spread by 6, and rounding moves them by 8 % of that."""
-    for field, value in {"SHAPES": WIDE, "HIDDEN": 512, "INNER": 1024, "HEADS": 8}.items():
+    hidden = HIDDEN[place]
+    for field, value in {"SHAPES": shapes(hidden), "HIDDEN": hidden, "INNER": 2 * hidden, "HEADS": hidden // 64}.items():
         monkeypatch.setattr(quantized_models, field, value)
     folder, _ = write_both(tmp_path, KINDS[name])
     rng = Random(3)

@@ -28,8 +28,13 @@ def reference(folder: Path, place: Place, dtype: str) -> Any:
 
 # promise: gpu-computes-device
 @PLACES
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", SHAPES)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((architecture, "float32") for architecture in SHAPES), ("Qwen3ForCausalLM", "bfloat16"),
+        *(pytest.param(plainer, "bfloat16", marks=pytest.mark.soak) for plainer in ("LlamaForCausalLM", "Qwen2ForCausalLM")),
+    ],
+)  # fmt: skip
 def test_texts_are_those_of_transformers(architecture: str, dtype: Any, place: Place, tmp_path: Path) -> None:
     """In float32 but for ties; in bfloat16 a token differs only where the best two logits are closer than 0.1."""
     folder = random_model(tmp_path, architecture, place)

@@ -101,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_pool_equals_its_model_under_any_calls() -> None:
-    run_state_machine_as_test(PoolMachine, settings=machine_settings(200, 100))
+    run_state_machine_as_test(PoolMachine, settings=machine_settings(100, 100))
 
 
 @pytest.mark.soak

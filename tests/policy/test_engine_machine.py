@@ -239,7 +239,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_engine_survives_anything_with_exact_texts() -> None:
-    run_state_machine_as_test(EngineMachine, settings=machine_settings(300, 30))
+    run_state_machine_as_test(EngineMachine, settings=machine_settings(150, 30))
 
 
 @pytest.mark.soak

@@ -182,7 +182,7 @@ class KVMachine(RuleBasedStateMachine):
 
 
 def test_tables_read_back_their_own_tokens_under_any_calls() -> None:
-    run_state_machine_as_test(KVMachine, settings=machine_settings(200, 100))
+    run_state_machine_as_test(KVMachine, settings=machine_settings(100, 100))
 
 
 @pytest.mark.soak

@@ -75,8 +75,8 @@ def gone(holds: Callable[[], object], seconds: float = 20) -> None:
 @pytest.mark.parametrize(
     "split",
     [
-        {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.soak),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.soak),
     ],
 )

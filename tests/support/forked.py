@@ -97,16 +97,16 @@ def run_forked(command: list[str], input: Any, timeout: float, **settings: Any) 
 
 class _Forked(subprocess.Popen):  # type: ignore[type-arg]
     def __init__(self, command: list[str], libraries: tuple[str, ...], **settings: Any) -> None:
-        assert settings.keys() <= {"cwd", "env", "stdin", "stdout", "stderr", "text", "pass_fds", "bufsize"}, settings
+        assert settings.keys() <= {"cwd", "env", "stdin", "stdout", "stderr", "text", "pass_fds", "bufsize", "process_group"}, settings
         self._nursery = nursery(libraries)
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any) -> None:
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[3:9]
         given = {0: p2cread, 1: c2pwrite, 2: errwrite, **{fd: fd for fd in pass_fds}}
-        given = {target: fd for target, fd in given.items() if fd != -1}
+        given = {target: target if fd == -1 else fd for target, fd in given.items()}
         request = {"words": args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env), "fds": list(given)}
-        request["parent"] = os.getpid()
+        request |= {"parent": os.getpid(), "leads": rest[-1] == 0}
         self.pid = self._nursery.start(request, list(given.values()))
         self._child_created = True
         pipes = {(p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)}  # its end, our end; a file that was given has none
@@ -186,13 +186,16 @@ def _serve(asked: socket.socket) -> Callable[[], None] | None:
         told, tell = os.pipe()
         middle = os.fork()
         if not middle:
+            request = json.loads(data)
             child = os.fork()
             if child:
+                if request["leads"]:
+                    os.setpgid(child, child)
                 os.write(tell, str(child).encode())
                 os._exit(0)
             for fd in (asked.detach(), told, tell):
                 os.close(fd)
-            return _become(json.loads(data), fds)
+            return _become(request, fds)
         os.waitpid(middle, 0)
         asked.send(os.read(told, 100))
         for fd in (*fds, told, tell):

@@ -129,8 +129,7 @@ def codes(rows: int, size: int, bits: int, group: int, device: str, order: bool 
     return DeviceCodes(bits, group, size, words.to(device), scales, 2.0 ** -(12 if table else bits + 4), order_of, values)
 
 
-@FEW
-@pytest.mark.parametrize(
+STACKS = pytest.mark.parametrize(
     ("dtype", "bits", "group", "biased", "order", "table"),
     [
         (torch.float32, 4, 32, True, False, False), (torch.bfloat16, 4, 128, False, False, False),
@@ -140,6 +139,10 @@ def codes(rows: int, size: int, bits: int, group: int, device: str, order: bool 
     ],
     ids=str,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("few", [pytest.param(True, marks=pytest.mark.soak), False], ids=["few", "many"])
+@STACKS
 def test_stacks_of_codes(
     dtype: torch.dtype, bits: int, group: int, biased: bool, order: bool, table: bool, few: bool, device: str
 ) -> None:
@@ -153,18 +156,49 @@ def test_stacks_of_codes(
         assert_near(got, plain.mixture(x, ids, weights, gate_up, down, biases))
 
 
+@STACKS
+def test_a_few_tokens_read_stacks_of_codes_by_themselves(
+    dtype: torch.dtype, bits: int, group: int, biased: bool, order: bool, table: bool, device: str
+) -> None:
+    """Either half alone, so that its rows can be few while they are as long as above. No program's rows divide them."""
+    ids, weights = choices(2, 4, device)
+    choice = moe.Choices(ids, weights, 4, 0)
+    gate_up, x = codes(4 * 2 * 5, 3 * group, bits, group, device, order, table), random(device, dtype, 2, 3 * group)
+    down, rows = codes(4 * 7, 2 * group, bits, group, device, order, table), random(device, dtype, 2 * CHOSEN, 2 * group)
+    biases = (random(device, dtype, 4 * 2 * 5), random(device, dtype, 4 * 7)) if biased else (None, None)
+    assert_near(moe.few_gate_up(x, choice, gate_up, biases[0], "swiglu"), gated_by_hand(x, choice, gate_up, biases[0]))
+    assert_near(moe.few_down(rows, choice, down, biases[1], 7), summed_by_hand(rows, choice, down, biases[1]))
+
+
+def gated_by_hand(x: Tensor, choice: moe.Choices, stack: DeviceCodes, bias: Tensor | None) -> Tensor:
+    """[choices, inner]"""
+    matrices, offsets = by_choice(x, choice, stack, bias)
+    gates, ups = (torch.einsum("tcis,ts->tci", matrices, x.float()) + offsets).flatten(0, 1).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gates) * ups).to(x.dtype)
+
+
+def summed_by_hand(x: Tensor, choice: moe.Choices, stack: DeviceCodes, bias: Tensor | None) -> Tensor:
+    """[T, hidden]"""
+    matrices, offsets = by_choice(x, choice, stack, bias)
+    given = torch.einsum("tchs,tcs->tch", matrices, x.float().view(*choice.ids.shape, -1)) + offsets
+    return (given * choice.weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def by_choice(x: Tensor, choice: moe.Choices, stack: DeviceCodes, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The matrix and the bias of each choice: [T, chosen, rows, size] and [T, chosen, rows], or a zero where there is none."""
+    matrices = plain.unpack(stack, x.dtype).float().view(choice.count, -1, stack.size)[choice.ids]
+    return matrices, torch.zeros((), device=x.device) if bias is None else bias.float().view(choice.count, -1)[choice.ids]
+
+
 def test_rows_of_codes_longer_than_a_step(device: str) -> None:
     """2,080 columns of 4 bits are 17 blocks: three steps of a warp, and of each expert's rows several on their way."""
     size = 2080
     ids, weights = torch.tensor([[1, 0]], device=device), torch.tensor([[0.25, 0.5]], device=device)
     choice = moe.Choices(ids, weights, 2, 0)
-    gate_up, x = codes(2 * 2 * 32, size, 4, 32, device), random(device, torch.float32, 1, size)
-    gates, ups = (plain.unpack(gate_up, torch.float32).view(2, 64, size)[ids[0]] @ x[0]).chunk(2, dim=-1)
-    assert_near(moe.few_gate_up(x, choice, gate_up, None, "swiglu"), torch.nn.functional.silu(gates) * ups)
-    down, rows = codes(2 * 16, size, 4, 32, device), random(device, torch.float32, 2, size)
-    matrices = plain.unpack(down, torch.float32).view(2, 16, size)[ids[0]]
-    exact = torch.einsum("chs,cs,c->h", matrices, rows, weights[0])[None]
-    assert_near(moe.few_down(rows, choice, down, None, 16), exact)
+    gate_up, x = codes(2 * 2 * 5, size, 4, 32, device), random(device, torch.float32, 1, size)
+    assert_near(moe.few_gate_up(x, choice, gate_up, None, "swiglu"), gated_by_hand(x, choice, gate_up, None))
+    down, rows = codes(2 * 5, size, 4, 32, device), random(device, torch.float32, 2, size)
+    assert_near(moe.few_down(rows, choice, down, None, 5), summed_by_hand(rows, choice, down, None))
 
 
 @FEW
