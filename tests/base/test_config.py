@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color, state_dir
+from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color
 from octavo.errors import ConfigError
+from octavo.own_file import state_dir
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
 BAD: dict[str, list[Any]] = {
