@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import reduce
 
@@ -216,8 +216,9 @@ class AsyncLLM:
 
     async def _compute_pin(self, entry: PinEntry, order: PinOrder, replica: Replica) -> None:
         ask = Ask(None, entry.prompt_token_ids, COMPUTE, cache_salt=entry.cache_salt, label="pin", pin=order, engine=replica.number)
-        async for _ in self.generate(ask):
-            pass
+        async with aclosing(self.generate(ask)) as news:
+            async for _ in news:
+                pass
 
     def _submit(self, ask: Ask) -> Stream:
         if self.state != "ready":

@@ -111,6 +111,6 @@ class Admission:
             self.unscheduled.pop(seq.request.request_id, None)  # one that was begun elsewhere is not there: it never expires
             life.hit_reason = hit.reason
             life.cached_tokens = hit.num_tokens
-            life.pinned_tokens = self.pins.note(seq, hit)
             self.stats.prefix_queries += seq.num_tokens
             self.stats.prefix_hits += hit.num_tokens
+            life.pinned_tokens = self.pins.note(seq, hit)

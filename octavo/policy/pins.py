@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import Literal
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Ending, Limits, PinState, SchedulerStats
@@ -23,6 +24,7 @@ from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
 
+OnChange = Callable[[Literal["pin", "unpin"], int, int], None]  # what happened, the blocks and tokens of the pin
 COMPUTE = SamplingParams(max_tokens=1, temperature=0.0)  # of a request that computes a prefix: nobody reads its token
 
 
@@ -53,6 +55,7 @@ class Pins:
         self._pins: dict[str, Pin] = {}  # the oldest first
         self._keys: Counter[BlockKey] = Counter()  # block -> how many pins hold it, or will
         self._holder: dict[int, Pin] = {}  # block -> the oldest pin that holds it
+        self.on_change: OnChange = lambda what, num_blocks, num_tokens: None  # whoever watches for a while puts its own here
         self.version = 0  # grows when a pin comes, is held, or goes
 
     def __contains__(self, pin_id: str) -> bool:
@@ -134,6 +137,7 @@ class Pins:
             pin.blocks = self._kv.find_all(seq)
             self._kv.pool.pin(pin.blocks)
             self._know_holders()
+            self.on_change("pin", len(pin.blocks), pin.num_tokens)
         if not pin.blocks and not pin.requests:
             self._drop(pin)
         self.version += 1
@@ -185,8 +189,10 @@ class Pins:
     def _drop(self, pin: Pin) -> None:
         del self._pins[pin.pin_id]
         self._keys -= Counter(pin.keys)
-        self._kv.pool.unpin(pin.blocks)
-        self._know_holders()
+        if pin.blocks:
+            self._kv.pool.unpin(pin.blocks)
+            self._know_holders()
+            self.on_change("unpin", len(pin.blocks), pin.num_tokens)
         self.version += 1
 
     def check(self) -> None:

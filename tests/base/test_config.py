@@ -37,6 +37,7 @@ BAD: dict[str, list[Any]] = {
     "distributed_executor_backend": ["uni", "Ray", "", None, 1],
     "max_num_seqs": [0, 2**40, *NO_INTEGERS],
     "max_num_batched_tokens": [0, *NO_INTEGERS],
+    "max_pinned_blocks": NO_INTEGERS,
     "enable_prefix_caching": ["false", None, 2, 1],
     "scheduling_policy": ["lifo", None],
     "enforce_eager": ["no", None, 1],

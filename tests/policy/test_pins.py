@@ -27,6 +27,7 @@ def found(engine: FakeEngine, name: str, prompt: list[int], salt: str = "") -> t
     return life.cached_tokens, life.pinned_tokens
 
 
+# promise: pinned-prefix
 @pytest.mark.parametrize("groups", GROUPS[1:], ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_pinned_prefix_is_found_whole_after_any_number_of_other_prompts(groups: tuple[CacheGroup, ...], depth: int) -> None:
@@ -58,6 +59,7 @@ def test_a_pin_helps_only_requests_with_its_salt() -> None:
     assert engine.scheduler.pins.told()[0].hits == 1
 
 
+# promise: max-pinned-blocks, pinned-prefix
 def test_a_refusal_has_the_numbers_and_leaves_nothing() -> None:
     engine = FakeEngine(num_blocks=20, max_len=32, pinned=8)  # 19 blocks, 8 of them for the longest request
     engine.pin("one", PROMPT)  # 6 blocks
