@@ -311,7 +311,7 @@ class AsyncLLM:
     def _find_room(self, request_id: str) -> bool:
         """Sends a request that an engine has no room for to another one. Returns False if all have refused it."""
         trip = self._placing.refused(request_id)
-        if len(trip.full) == len(self.replicas):
+        if len(trip.full) == len(self.replicas) or trip.engine is not None:
             return False
         self._place(trip)
         return True

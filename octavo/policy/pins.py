@@ -20,6 +20,7 @@ from typing import Literal
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Ending, Limits, PinState, SchedulerStats
 from octavo.policy.block_pool import BlockKey
+from octavo.policy.door import prefix_in_use
 from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
@@ -80,31 +81,38 @@ class Pins:
 
     def begin(self, message: AddRequest, most_beams: int) -> AddRequest:
         """Returns the request with its prompt cut to whole blocks, or refuses it. `most_beams`: blocks that a search may grow to"""
-        order = message.pin
+        order, prompt = message.pin, self._whole_blocks(message.prompt_token_ids)
         assert order is not None and message.params.n == message.params.max_tokens == 1
-        prompt = message.prompt_token_ids[: len(message.prompt_token_ids) // self._span * self._span]
-        if not self._kv.caching:
-            raise RequestError("prefix caching is off, and a pinned prefix is a part of it: leave out --no-enable-prefix-caching", "prompt")
-        if not prompt:
-            raise RequestError(
-                f"the prompt has {len(message.prompt_token_ids)} tokens, and whole blocks of {self._span} tokens are held: "
-                f"it must have at least {self._span}",
-                "prompt",
-                "prefix_too_short",
-            )
-        if order.pin_id not in self._pins:
-            digests: list[bytes] = []
-            links = len(prompt) // self._kv.block_size
-            self._kv.digests.extend(digests, self._kv.root(message.cache_salt), array("i", prompt), self._kv.block_size, links, {})
-            keys = self._kv.keys_of(digests)
+        keys = self._keys_of(prompt, message.cache_salt)
+        pin = self._pins.get(order.pin_id)
+        if pin is None:
             self._check_room(keys, most_beams)
             ends = None if order.seconds is None else self._clock() + order.seconds
             sizes = len(message.prompt_token_ids), len(prompt)
-            self._pins[order.pin_id] = Pin(order.pin_id, *sizes, keys, ends, order.hits, order.tokens_saved)
+            pin = self._pins[order.pin_id] = Pin(order.pin_id, *sizes, keys, ends, order.hits, order.tokens_saved)
             self._keys.update(keys)
-        self._pins[order.pin_id].requests.add(message.request_id)
+        elif pin.keys != keys:
+            raise prefix_in_use(order.pin_id)
+        pin.requests.add(message.request_id)
         self.version += 1
         return replace(message, prompt_token_ids=prompt)
+
+    def _whole_blocks(self, prompt: list[int]) -> list[int]:
+        """Returns the beginning of a prompt that can be held, and refuses one that has none."""
+        if not self._kv.caching:
+            raise RequestError("prefix caching is off, and a pinned prefix is a part of it: leave out --no-enable-prefix-caching", "prompt")
+        if len(prompt) < self._span:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and whole blocks of {self._span} tokens are held: it must have at least {self._span}",
+                "prompt",
+                "prefix_too_short",
+            )
+        return prompt[: len(prompt) // self._span * self._span]
+
+    def _keys_of(self, prompt: list[int], salt: str) -> list[BlockKey]:
+        kv, digests = self._kv, list[bytes]()
+        kv.digests.extend(digests, kv.root(salt), array("i", prompt), kv.block_size, len(prompt) // kv.block_size, {})
+        return kv.keys_of(digests)
 
     def _check_room(self, keys: list[BlockKey], most_beams: int) -> None:
         """Refuses a pin that is too large. A pin must leave room for the longest request, which would wait for ever without it."""

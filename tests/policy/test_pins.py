@@ -155,6 +155,8 @@ def test_whoever_computes_it_first_makes_the_pin_and_the_last_that_fails_ends_it
     engine = FakeEngine(max_len=40, budget=8)
     engine.pin("one", PROMPT)
     engine.pin("one", PROMPT, request="again")
+    with pytest.raises(RequestError, match=r"there is a prefix with the name 'one'"):
+        engine.pin("one", OTHERS[0], request="another")
     engine.abort("one")
     assert "one" in engine.scheduler.pins
     engine.run()
