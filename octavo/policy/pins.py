@@ -103,7 +103,7 @@ class Pins:
             raise RequestError("prefix caching is off, and a pinned prefix is a part of it: leave out --no-enable-prefix-caching", "prompt")
         if len(prompt) < self._span:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens, and whole blocks of {self._span} tokens are held: it must have at least {self._span}",
+                f"the prompt has {len(prompt)} tokens, and whole blocks of {self._span} are held: it must have at least {self._span}",
                 "prompt",
                 "prefix_too_short",
             )

@@ -46,7 +46,7 @@ def pinned(state: ViewState) -> int:
     return state.sealed.count(2)
 
 
-# promise: pinned-prefix-everywhere, pinned-prefix-seen
+# promise: v1-prefixes, pinned-prefix-everywhere, pinned-prefix-seen
 def test_any_process_pins_for_all_and_what_is_pinned_is_seen(server: ServerProcess) -> None:
     watching = Watching(server)
     answers = [server.ask("POST", PREFIXES, {"name": f"p{number}", "prompt": [number, *PROMPT], "ttl": 600}) for number in range(3, 7)]
