@@ -58,7 +58,7 @@ const SENTENCES = {
   hit: (seq, tokens) => `${nameOf(seq)} found ${plural(tokens, "token")} of its prompt in the cache`,
   fork: (seq, child) => `${nameOf(seq)} was split: ${nameOf(child)} is another sample of its prompt`,
   admit: (seq) => `${nameOf(seq)} started`,
-  pin: (blocks, tokens) => `a prefix of ${plural(tokens, "token")} was pinned: ${plural(blocks, "block")} of it stay in the cache`,
+  pin: (blocks, tokens) => `a prefix of ${plural(tokens, "token")} was pinned and stays in the cache, in ${plural(blocks, "block")}`,
   unpin: (blocks, tokens) => `a pinned prefix of ${plural(tokens, "token")} was released`,
   note: (text) => text,
 };
