@@ -12,11 +12,11 @@ from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-    from octavo.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from octavo.outputs import BeamSearchOutput, CompletionOutput, PinnedPrefix, RequestOutput
 
 __all__ = [
-    "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs",
-    "__version__",
+    "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "PinnedPrefix", "RequestOutput", "SamplingParams",
+    "StructuredOutputs", "__version__",
 ]  # fmt: skip
 
 calm_torch()
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> object:
         from octavo.llm import LLM
 
         return LLM
-    if name in ("BeamSearchOutput", "CompletionOutput", "RequestOutput"):
+    if name in ("BeamSearchOutput", "CompletionOutput", "PinnedPrefix", "RequestOutput"):
         from octavo import outputs
 
         return getattr(outputs, name)

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from octavo.errors import ConfigError, nearest
@@ -54,6 +53,7 @@ class Settings(TypedDict, total=False):
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
+    max_pinned_blocks: int | None
     scheduling_policy: SchedulingPolicy
     attention_backend: str
     enforce_eager: bool
@@ -108,6 +108,7 @@ class EngineConfig:
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
+    max_pinned_blocks: int | None = _flag(None, "maximum number of blocks that pinned prefixes hold; default: a quarter of the KV cache")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "order of requests: fcfs: by arrival; priority: lowest number first")
     attention_backend: str = _flag(
         "auto", "attention kernels: auto, cpu, triton, flashinfer (where it is installed), or contiguous, the reference without paging"
@@ -216,12 +217,13 @@ _INTEGERS = {  # name -> the least and the greatest value
     "decode_context_parallel_size": (1, 1024),
     "max_num_seqs": (1, _MANY),
     "max_num_batched_tokens": (1, _MANY),
+    "max_pinned_blocks": (0, _MANY),
     "pipeline_depth": (1, 2),
     "max_logprobs": (0, _MANY),
     "seed": (0, 2**64 - 1),
 }
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
-             "pipeline_depth")  # fmt: skip
+             "max_pinned_blocks", "pipeline_depth")  # fmt: skip
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),
@@ -393,8 +395,3 @@ def calm_torch() -> None:
 
 def no_color() -> bool:
     return bool(os.environ.get("NO_COLOR"))
-
-
-def state_dir() -> Path:
-    """Returns the folder for small files that are kept between runs, such as the history of a chat."""
-    return Path("~/.local/state/octavo").expanduser()

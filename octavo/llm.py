@@ -11,10 +11,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
+from octavo.engine.batch_inputs import Encoded, each_of, prompt_named, spread, spread_priority
 from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputPump, to_request
@@ -22,17 +23,16 @@ from octavo.errors import EngineError, RequestError
 from octavo.fair_lock import FairLock
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
-from octavo.messages import Beams, SchedulerStats
-from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput, TextDelta
+from octavo.messages import Beams, PinOrder, SchedulerStats
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, PinnedPrefix, RequestOutput, TextDelta
+from octavo.policy.door import check_pin, no_such_prefix, prefix_in_use
+from octavo.policy.pins import COMPUTE
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.grammar_text import check_limits
 from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
 from octavo.text.tokenizer import Tokenizer
-
-Encoded = tuple[str | None, list[int]]  # a prompt's text, where it has one, and its ids
-Item = TypeVar("Item")
 
 
 def _signature() -> inspect.Signature:
@@ -95,9 +95,9 @@ class LLM:
 
         `priority`: lower runs first, where scheduling_policy is priority.
         """
-        encoded = _each(self.encoder.encode, as_prompts(prompts))
-        wanted = _spread(self._own_params if params is None else params, len(encoded))
-        return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
+        encoded = each_of(self.encoder.encode, as_prompts(prompts))
+        wanted = spread(self._own_params if params is None else params, len(encoded))
+        return self._run(encoded, wanted, use_tqdm, spread_priority(priority, len(encoded)))
 
     def chat(
         self,
@@ -110,9 +110,9 @@ class LLM:
 
         What `params` leaves open is as the model's makers recommend (generation_config.json), the length up to the rest of the context.
         """
-        encoded = _each(self.encoder.encode_chat, as_conversations(messages))
-        wanted = [self._for_chat(one) for one in _spread(params or SamplingParams(), len(encoded))]
-        return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
+        encoded = each_of(self.encoder.encode_chat, as_conversations(messages))
+        wanted = [self._for_chat(one) for one in spread(params or SamplingParams(), len(encoded))]
+        return self._run(encoded, wanted, use_tqdm, spread_priority(priority, len(encoded)))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True, priority: int | Sequence[int] = 0
@@ -120,7 +120,7 @@ class LLM:
         """Searches for the likeliest completions of each prompt. Returns results in the order of the prompts, each with the best first."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params must be BeamSearchParams", "params")
-        encoded = _each(self.encoder.encode, as_prompts(prompts))
+        encoded = each_of(self.encoder.encode, as_prompts(prompts))
         wanted = SamplingParams(
             n=params.beam_width,
             max_tokens=params.max_tokens,
@@ -129,7 +129,7 @@ class LLM:
             logprobs=min(2 * params.beam_width, self.config.max_logprobs),
         )
         beams = Beams(params.beam_width, params.length_penalty, params.early_stopping)
-        outputs = self._run(encoded, [wanted] * len(encoded), use_tqdm, _spread_priority(priority, len(encoded)), beams)
+        outputs = self._run(encoded, [wanted] * len(encoded), use_tqdm, spread_priority(priority, len(encoded)), beams)
         return [self._beam_output(output, params.include_stop_str_in_output) for output in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
@@ -143,9 +143,9 @@ class LLM:
 
         Leaving the loop early aborts all of them.
         """
-        encoded = _each(self.encoder.encode, as_prompts(prompts))
+        encoded = each_of(self.encoder.encode, as_prompts(prompts))
         ids = [next(self._ids) for _ in encoded]
-        return _numbered(ids, self._stream(ids, encoded, _spread(self._own_params if params is None else params, len(encoded))))
+        return _numbered(ids, self._stream(ids, encoded, spread(self._own_params if params is None else params, len(encoded))))
 
     def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answers one conversation and yields its text as it comes."""
@@ -162,9 +162,43 @@ class LLM:
         return self._core.scheduler.limits.max_model_len
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks. Blocks that are in use are not found again."""
+        """Forgets all cached blocks but those of pinned prefixes. Blocks that are in use are not found again."""
         with self._turn():
             self._core.scheduler.kv.pool.forget()
+
+    def pin_prefix(
+        self, name: str, prompt: Prompt | None = None, messages: Conversation | None = None, ttl: float | None = None
+    ) -> PinnedPrefix:
+        """Computes a prompt, or the beginning of a conversation, and holds its whole blocks for requests that begin with it.
+
+        `ttl`: seconds from now on that it is held; without it, until `unpin_prefix`. max_pinned_blocks limits how much is held.
+        """
+        check_pin(name, ttl)
+        if (prompt is None) == (messages is None):
+            raise RequestError("give either prompt or messages", "prompt")
+        encoded = self.encoder.encode(prompt) if prompt is not None else self.encoder.encode_beginning(messages or [])
+        with self._turn():
+            if name in self._core.scheduler.pins:
+                raise prefix_in_use(name)
+        (output,) = self._run([encoded], [COMPUTE], False, [0], pin=PinOrder(name, ttl))
+        if output.outputs[0].finish_reason == "error":
+            raise EngineError(f"the prefix could not be computed: {output.outputs[0].stop_reason}")
+        found = next((prefix for prefix in self.pinned_prefixes() if prefix.name == name), None)
+        if found is None:
+            raise RequestError("the prefix was released, or its ttl ended, before it was computed", "ttl", "prefix_released")
+        return found
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Returns all prefixes that are held, the oldest first."""
+        with self._turn():
+            return [PinnedPrefix.of(state.pin_id, state) for state in self._core.scheduler.pins.told() if state.held]
+
+    def unpin_prefix(self, name: str) -> None:
+        """Ends a pinned prefix. Requests that use it are not disturbed."""
+        with self._turn():
+            if name not in self._core.scheduler.pins:
+                raise no_such_prefix(name)
+            self._core.unpin(name)
 
     def stats(self) -> SchedulerStats:
         with self._turn():
@@ -202,6 +236,8 @@ class LLM:
         """A context in which this thread alone has the engine. No thread stays in it longer than a step takes."""
         self._check_process()  # a lock that another thread held when this process was forked would never come free
         with self._lock:
+            if self._engine is not None:
+                self._engine.scheduler.pins.expire()
             try:
                 yield
             finally:
@@ -237,14 +273,14 @@ class LLM:
 
     def _add(
         self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: "_Reader",
-        beams: Beams | None = None,
+        beams: Beams | None = None, pin: PinOrder | None = None,
     ) -> None:  # fmt: skip
         """Gives requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
         checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
         with self._turn():
             for index, request_id in enumerate(ids):
-                with _prompt_named(index):
+                with prompt_named(index):
                     words, form = params[index].bad_words, params[index].structured_outputs
                     if form is not None and form != checked:
                         check_limits(form)
@@ -252,19 +288,20 @@ class LLM:
                     if words not in spelled:
                         spelled[words] = self.encoder.spellings(words)
                     text, token_ids = encoded[index]
-                    request = to_request(request_id, token_ids, params[index], spelled[words], self.config, priority[index], beams=beams)
+                    terms = priority[index], "", beams, pin
+                    request = to_request(request_id, token_ids, params[index], spelled[words], self.config, *terms)
                     self._core.add(request)
                     self._outputs.add(request, text, reader)
 
     def _run(
         self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int],
-        beams: Beams | None = None,
+        beams: Beams | None = None, pin: PinOrder | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         ids = [next(self._ids) for _ in encoded]
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
                 reader = _Reader(progress)
-                self._add(ids, encoded, params, priority, reader, beams)
+                self._add(ids, encoded, params, priority, reader, beams, pin)
                 while len(reader.finished) < len(ids):
                     self._pump()
                     progress.show()
@@ -344,39 +381,3 @@ def _numbered(ids: Sequence[str], deltas: Generator[TextDelta, None, None]) -> G
     with closing(deltas):
         for delta in deltas:
             yield place[delta.request_id], delta
-
-
-@contextmanager
-def _prompt_named(index: int) -> Iterator[None]:
-    """A context that adds the prompt's `index` to a refusal."""
-    try:
-        yield
-    except RequestError as error:
-        error.index = index
-        raise
-
-
-def _each(encode: Callable[[Item], Encoded], items: Sequence[Item]) -> list[Encoded]:
-    encoded = []
-    for index, item in enumerate(items):
-        with _prompt_named(index):
-            encoded.append(encode(item))
-    return encoded
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError("params must be SamplingParams, or a list of them, one for each prompt", "params")
-    if len(params) != count:
-        raise RequestError(f"{count} prompts, but {len(params)} sampling params", "params")
-    return params
-
-
-def _spread_priority(priority: int | Sequence[int], count: int) -> Sequence[int]:
-    each = priority if isinstance(priority, Sequence) else [priority] * count
-    if len(each) != count or not all(type(one) is int and abs(one) < 2**31 for one in each):
-        raise RequestError("priority must be an integer below 2^31, or a list of them, one for each prompt", "priority")
-    return each
-

@@ -130,6 +130,7 @@ class LifeRecord:
     preemptions: int = 0
     recomputed_tokens: int = 0
     cached_tokens: int = 0
+    pinned_tokens: int = 0  # of those, found in a pinned prefix
     hit_reason: HitReason | None = None
     engine: int = 0  # which of several engines computes it, and why that one
     routing: str = ""  # empty: there is one engine
@@ -161,6 +162,30 @@ class Beams:
     early_stopping: bool | Literal["never"] = False
 
 
+@dataclass(frozen=True, slots=True)
+class PinOrder:
+    """A request computes a prefix that is held then. Several requests may have the same order: it is carried out once."""
+
+    pin_id: str
+    seconds: float | None = None  # that it is held, from now on; None: until it is released
+    hits: int = 0  # counted by engines before this one
+    tokens_saved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    """A pinned prefix in one engine."""
+
+    pin_id: str
+    held: bool  # or it is being computed
+    prompt_tokens: int  # of the prompt it is made of
+    num_tokens: int  # the first of those, in whole blocks
+    num_blocks: int
+    hits: int  # requests that found a part of it
+    tokens_saved: int  # that they found there
+    seconds_left: float | None = None  # None: until it is released
+
+
 @dataclass(slots=True)
 class AddRequest:
     """A request on its way into the engine: text is already token ids."""
@@ -174,6 +199,7 @@ class AddRequest:
     noise: int | None = None  # what the noise of a request without a seed depends on; None: the order of arrival
     outputs: dict[int, list[int]] | None = None  # it was begun elsewhere: sample -> its tokens so far, for all that have not ended
     beams: Beams | None = None
+    pin: PinOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +214,7 @@ class Limits:
     block_size: int
     model_max_len: int = 0  # the model's own maximum: max_model_len can be raised so far
     cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
+    max_pinned_blocks: int = 0  # that pinned prefixes may hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +289,13 @@ class SchedulerStats:
     generation_tokens: int
     steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # by their tokens: at most STEP_TOKENS[i], or more
     step_tokens: int = 0  # computed, by all of them
+    pinned_blocks: int = 0
+    pin_hits: int = 0  # requests that found a part of a pinned prefix
+    pin_tokens: int = 0  # that they found there
 
     def after(self, before: "SchedulerStats") -> "SchedulerStats":
         """Returns these numbers with the counters of an engine before this one added."""
-        gauges = ("running", "waiting", "free_blocks", "num_blocks")
+        gauges = ("running", "waiting", "free_blocks", "num_blocks", "pinned_blocks")
         return replace(self.plus(before), **{name: getattr(self, name) for name in gauges})
 
     def plus(self, other: "SchedulerStats") -> "SchedulerStats":

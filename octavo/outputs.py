@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from octavo.messages import FinishReason, LifeRecord
+from octavo.messages import FinishReason, LifeRecord, PinState
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,25 @@ class BeamSearchSequence:
 @dataclass(slots=True)
 class BeamSearchOutput:
     sequences: list[BeamSearchSequence]  # as many as the search was wide, best first
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that is held. With several engines, hits and tokens are those of all."""
+
+    name: str
+    prompt_tokens: int  # of the prompt that it was made of
+    num_tokens: int  # the first of those, which are held: whole blocks of them
+    num_blocks: int  # in each engine
+    hits: int  # requests that found a part of it
+    tokens_saved: int  # that were not computed again
+    seconds_left: float | None  # None: until it is released
+    held: bool = True  # by all engines; or one of them computes it, perhaps again
+
+    @staticmethod
+    def of(name: str, state: PinState) -> "PinnedPrefix":
+        sizes = state.prompt_tokens, state.num_tokens, state.num_blocks
+        return PinnedPrefix(name, *sizes, state.hits, state.tokens_saved, state.seconds_left, state.held)
 
 
 @dataclass(slots=True)

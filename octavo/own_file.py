@@ -34,3 +34,8 @@ def told_with_tmpdir() -> Iterator[None]:
         raise ConfigError(
             f"no temporary file can be made{place}: {error.strerror or error}; set TMPDIR to a folder that can be written and has room"
         ) from error
+
+
+def state_dir() -> Path:
+    """Returns the folder for small files that are kept between runs, such as the history of a chat."""
+    return Path("~/.local/state/octavo").expanduser()

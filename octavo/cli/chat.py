@@ -12,9 +12,10 @@ from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config,
 from octavo.cli.chat_session import CHAT_DEFAULTS, Answerer, ChatSession, LocalAnswers, RemoteAnswers, chat_params
 from octavo.cli.in_out import for_stdout, read_stdin
 from octavo.cli.opening import add_remote_flags, open_remote, opened
-from octavo.config import no_color, state_dir
+from octavo.config import no_color
 from octavo.errors import OctavoError, RequestError, nearest
 from octavo.loading.names import NAME, is_default_name
+from octavo.own_file import state_dir
 from octavo.sampling_params import SamplingParams
 from octavo.text.pieces import Piece
 

@@ -83,11 +83,12 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
     running = sum(seq["state"] == "running" for seq in state.seqs.values())
     counts = watch.counts
     prompt, output = counts.rates()
-    used = kinds.count(2) + kinds.count(3)
+    used, pinned = kinds.count(2) + kinds.count(3), state.sealed.count(2)
     return [
         f"running {running}",
         f"waiting {len(state.seqs) - running}",
         f"KV cache {used / max(len(kinds), 1):.0%}",
+        *([f"pinned {pinned:,} blocks"] if pinned else []),
         f"prompt {prompt:,.0f} tok/s",
         f"output {output:,.0f} tok/s",
         f"cache hits {counts.found / counts.asked:.0%}" if counts.asked else "cache hits -",
@@ -209,6 +210,10 @@ def _happened(kind: str, rest: Sequence[Any]) -> str:
             return f"{rest[0]} forked into {rest[1]}"
         case "admit":
             return f"{rest[0]} admitted"
+        case "pin":
+            return f"a prefix of {rest[1]} tokens pinned in {rest[0]} blocks"
+        case "unpin":
+            return f"a pinned prefix of {rest[1]} tokens released"
         case "note":
             return str(rest[0])
     return ""

@@ -12,12 +12,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import reduce
 
 from octavo.config import EngineConfig
 from octavo.engine.output import OutputPump, Stream, to_request
+from octavo.engine.pin_book import PinBook, PinEntry
+from octavo.engine.pin_keeper import PinKeeper
 from octavo.engine.placing import Placing, Trip
 from octavo.engine.process import Orders
 from octavo.engine.replica import RETRY_SECONDS, Replica, State
@@ -26,9 +28,10 @@ from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCac
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
-from octavo.messages import Beams, EngineFacts, SchedulerStats
+from octavo.messages import Beams, EngineFacts, PinOrder, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.policy.door import check_request
+from octavo.policy.pins import COMPUTE
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
@@ -50,6 +53,8 @@ class Ask:
     label: str = ""  # what watchers call it
     bad_words: list[list[int]] | None = None  # params.bad_words as token ids; None: they are still to be spelled
     beams: Beams | None = None  # it is answered by beam search
+    pin: PinOrder | None = None  # its prompt is held when it is computed
+    engine: int | None = None  # the only one that it may go to
 
 
 class AsyncLLM:
@@ -57,9 +62,12 @@ class AsyncLLM:
 
     def __init__(
         self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
-        address: str | None = None, text: TextSide | None = None,
+        address: str | None = None, text: TextSide | None = None, pins: PinBook | None = None,
     ) -> None:  # fmt: skip
-        """`on_dead`: called with the reason if no engine will come back. `address`: of engines that another process supervises."""
+        """`on_dead`: called with the reason if no engine will come back. `address`: of engines that another process supervises.
+
+        `pins`: the book that all API processes share. Without it, this process has its own.
+        """
         text = text or open_text_side(config)
         self.config = config
         self.encoder: PromptEncoder = text.encoder
@@ -74,6 +82,7 @@ class AsyncLLM:
         self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
         self._placing = Placing(self._serving.engines, self._serving.routing, config.enable_prefix_caching)
+        self.pins = PinKeeper(pins or PinBook(), self.replicas, self._compute_pin, leads=self._folder is not None)
         self._spelling = asyncio.Lock()
         self._count = 0
         self._draining = self._broken = self._closed = False
@@ -160,6 +169,7 @@ class AsyncLLM:
         self._fail_all(UnavailableError("the server is shutting down", RETRY_SECONDS))
         if self.replicas:
             self._watching.cancel()
+            self.pins.close()
             await asyncio.gather(*(replica.close() for replica in self.replicas))
         if self._folder is not None:
             self._folder.remove()
@@ -204,17 +214,23 @@ class AsyncLLM:
         finally:
             self._drop(stream)
 
+    async def _compute_pin(self, entry: PinEntry, order: PinOrder, replica: Replica) -> None:
+        ask = Ask(None, entry.prompt_token_ids, COMPUTE, cache_salt=entry.cache_salt, label="pin", pin=order, engine=replica.number)
+        async with aclosing(self.generate(ask)) as news:
+            async for _ in news:
+                pass
+
     def _submit(self, ask: Ask) -> Stream:
         if self.state != "ready":
             raise UnavailableError(f"the engine is {self.state}", RETRY_SECONDS)
         self._count += 1
         request_id = f"{self.name}-{self._count}"
         words = self.encoder.spellings(ask.params.bad_words) if ask.bad_words is None else ask.bad_words
-        terms = ask.priority, ask.cache_salt, ask.beams
+        terms = ask.priority, ask.cache_salt, ask.beams, ask.pin
         request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, *terms)
         request.noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
         check_request(request, self.facts.limits)
-        self._place(Trip(request))
+        self._place(Trip(request, engine=ask.engine))
         stream = self._streams[request_id] = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
         self._outputs.add(request, ask.prompt, stream)
         if ask.timeout is not None:
@@ -295,7 +311,7 @@ class AsyncLLM:
     def _find_room(self, request_id: str) -> bool:
         """Sends a request that an engine has no room for to another one. Returns False if all have refused it."""
         trip = self._placing.refused(request_id)
-        if len(trip.full) == len(self.replicas):
+        if len(trip.full) == len(self.replicas) or trip.engine is not None:
             return False
         self._place(trip)
         return True
@@ -370,6 +386,7 @@ class AsyncLLM:
             for trip in self._placing.waiting():
                 self._place(trip)
             self._keep_folder()
+            self.pins.check()
             slept, last = time.monotonic() - last, time.monotonic()
 
     def _keep_folder(self) -> None:

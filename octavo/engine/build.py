@@ -22,7 +22,7 @@ from octavo.loading.shape import dummy_shape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.messages import Limits
 from octavo.model_config import ModelConfig
-from octavo.policy.auto import resolved
+from octavo.policy.auto import most_pinned, resolved
 from octavo.policy.block_pool import BlockKey, BlockPool, Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
@@ -246,6 +246,7 @@ def assemble(
         num_blocks=geometry.num_blocks,
         block_size=geometry.block_size,
         model_max_len=model.max_position,
+        max_pinned_blocks=most_pinned(config, geometry.num_blocks),
     )
     scheduler = Scheduler(
         kv,

@@ -51,6 +51,11 @@ class EngineCore:
             self.trace.rest(self.scheduler)
         return ended
 
+    def unpin(self, pin_id: str) -> None:
+        """Ends a pinned prefix. Requests that still compute it end with the next step's news."""
+        for request_id in self.scheduler.pins.release(pin_id):
+            self._news += self.abort(request_id)
+
     def step(self) -> list[Delta]:
         """Makes one step and returns its news. The news of a step that raised come with the next one."""
         self._news += self.grammars.collect(self.scheduler)

@@ -14,7 +14,23 @@ from typing import Protocol
 import zmq
 
 from octavo.engine import wire
-from octavo.engine.wire import Beat, Cached, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame, View, ViewFrame, Wanted, Watch
+from octavo.engine.wire import (
+    Beat,
+    Cached,
+    Down,
+    DownFrame,
+    Hello,
+    Lost,
+    News,
+    Ping,
+    Pinned,
+    Refused,
+    UpFrame,
+    View,
+    ViewFrame,
+    Wanted,
+    Watch,
+)
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
@@ -36,6 +52,8 @@ class Listener(Protocol):
     def on_view(self, view: View) -> None: ...
 
     def on_cached(self, cached: Cached) -> None: ...
+
+    def on_pinned(self, pinned: Pinned) -> None: ...
 
     def on_hangup(self) -> None: ...
 
@@ -142,6 +160,8 @@ class Link:
             self._listener.on_view(body)
         elif isinstance(body, Cached):
             self._listener.on_cached(body)
+        elif isinstance(body, Pinned):
+            self._listener.on_pinned(body)
         elif isinstance(body, Lost):
             self._listener.on_lost()
 

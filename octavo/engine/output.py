@@ -12,7 +12,7 @@ from typing import Protocol
 
 from octavo.config import EngineConfig
 from octavo.errors import EngineError, OctavoError, RequestError, UnavailableError
-from octavo.messages import AddRequest, Beams, Delta, LifeRecord, PromptPiece, TokenLogprobs
+from octavo.messages import AddRequest, Beams, Delta, LifeRecord, PinOrder, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import IncrementalDetokenizer, shown_tail
@@ -387,6 +387,7 @@ def to_request(
     priority: int = 0,
     cache_salt: str = "",
     beams: Beams | None = None,
+    pin: PinOrder | None = None,
 ) -> AddRequest:
     """Returns a request for the engine, after the checks that only the text side can make. `bad_words`: as token ids"""
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
@@ -394,4 +395,4 @@ def to_request(
             raise RequestError(f"{name} is {value}, max_logprobs is {config.max_logprobs}", name)
     if params.stop and config.skip_tokenizer_init:
         raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-    return AddRequest(request_id, prompt_token_ids, params, priority, cache_salt, bad_words, beams=beams)
+    return AddRequest(request_id, prompt_token_ids, params, priority, cache_salt, bad_words, beams=beams, pin=pin)

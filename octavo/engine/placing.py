@@ -23,6 +23,7 @@ class Trip:
     resumed: int = 0  # how often it went on in another engine
     blocks: list[bytes] = field(default_factory=list)  # short digests of its prompt, by which engines are chosen
     full: set[int] = field(default_factory=set)  # engines that had no room for it
+    engine: int | None = None  # the only one that it may go to
     losses: int = 0  # engines that it has lost in a row, without a token between
     begun: float = field(default_factory=time.monotonic)
     _life: LifeRecord | None = None  # as it was last told
@@ -51,6 +52,7 @@ class Trip:
                 preemptions=before.preemptions + life.preemptions,
                 recomputed_tokens=before.recomputed_tokens + life.recomputed_tokens + max(0, again),
                 cached_tokens=before.cached_tokens if before.hit_reason else life.cached_tokens,
+                pinned_tokens=before.pinned_tokens if before.hit_reason else life.pinned_tokens,
                 hit_reason=before.hit_reason or life.hit_reason,
             )
         self._life = replace(life, engine=self.replica.number, routing=self.choice.reason, resumed=self.resumed)
@@ -78,7 +80,8 @@ class Placing:
         """Returns the engine for a request, if one is ready. One that is to be replaced is chosen only if there is no other."""
         if self._routing is None:
             return None if without else replicas[0]
-        there = [replica for replica in replicas if replica.is_there and replica.number not in without]
+        allowed = [replica for replica in replicas if replica.number not in without and trip.engine in (None, replica.number)]
+        there = [replica for replica in allowed if replica.is_there]
         ready = [replica.number for replica in there if replica.is_ready] or [replica.number for replica in there]
         if not ready:
             return None

@@ -30,7 +30,7 @@ from octavo.engine.router import BROKEN, Command, Gone, Met, Pulse, Router, Watc
 from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
 from octavo.engine.trace import numbered
 from octavo.engine.view import EngineView, NoView
-from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
+from octavo.engine.wire import Abort, Cached, Pinned, Refused, ResetPrefixCache, Unpin, frame_limit
 from octavo.errors import ConfigError, EngineError, LoadError, OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
@@ -41,7 +41,7 @@ from octavo.worker.faults import Faults
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 
 START_FAILED = 1  # exit code, with the reason on stdout
-CACHE_SECONDS = 0.1  # between two messages about the cache, while the loop is busy
+CACHE_SECONDS = 0.1  # between two messages about the cache and hits of pins, while the loop is busy
 SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the router's thread
 
 
@@ -106,6 +106,7 @@ class Loop:
         self._view = view
         self._cache_news = cache_news
         self._cache_told_at = 0.0
+        self._pins_told = 0, 0  # their version, and how many hits they had
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
@@ -120,7 +121,8 @@ class Loop:
         core, scheduler = self._core, self._core.scheduler
         self._keep_pace()
         idle = not core.has_work
-        refused = [refusal for command in self._router.take(wait=idle) if (refusal := self._obey(command))]
+        refused = [refusal for command in self._router.take(idle, scheduler.pins.seconds_left()) if (refusal := self._obey(command))]
+        scheduler.pins.expire()
         self._router.publish(self.pulse(busy=True))
         if idle and core.has_work:
             self._router.show(self._view.frames(busy=False))  # the step may be long: until its end nothing more can be told
@@ -129,18 +131,23 @@ class Loop:
             deltas += scheduler.expire(self._queue_timeout)
         pulse = self.pulse(core.has_work)
         self._router.publish(pulse)
-        self._tell_cache(pulse)  # before the ends of requests that it is about
+        self._tell_clients(pulse)  # before the ends of requests that it is about
         self._router.give(_settled(deltas), refused, pulse.stats)
         self._router.show(self._view.frames(pulse.busy))
         self._log.turn(pulse.stats)
 
-    def _tell_cache(self, pulse: Pulse) -> None:
-        """Tells clients what has changed in the cache: now and then, and before the loop waits."""
-        if self._cache_news is None or (pulse.busy and pulse.at < self._cache_told_at + CACHE_SECONDS):
+    def _tell_clients(self, pulse: Pulse) -> None:
+        """Tells clients what has changed in the cache, now and then and before the loop waits; and which prefixes are pinned, at once."""
+        pins, told = self._core.scheduler.pins, self._pins_told
+        due = not pulse.busy or pulse.at >= self._cache_told_at + CACHE_SECONDS
+        if pins.version != told[0] or (due and pulse.stats.pin_hits != told[1]):
+            self._pins_told = pins.version, pulse.stats.pin_hits
+            self._router.tell(Pinned(pins.told()))
+        if not due:
             return
         self._cache_told_at = pulse.at
-        if (change := self._cache_news.take()) is not None:
-            self._router.tell_cache(change)
+        if self._cache_news is not None and (change := self._cache_news.take()) is not None:
+            self._router.tell(Cached(change))
 
     def _keep_pace(self) -> None:
         """Waits before commands are taken, and not after, so that a watcher who asks meanwhile sees every step."""
@@ -167,12 +174,16 @@ class Loop:
             core.abort(command.request_id, command.index)
         elif isinstance(command, ResetPrefixCache):
             core.scheduler.kv.pool.forget()
+        elif isinstance(command, Unpin):
+            core.unpin(command.pin_id)
         elif isinstance(command, Gone):
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
             self._view.ask(command.name, "none")
-        elif isinstance(command, Met) and self._cache_news is not None:
-            self._router.tell_cache(self._cache_news.full(), command.name)
+        elif isinstance(command, Met):
+            self._router.tell(Pinned(core.scheduler.pins.told()), command.name)
+            if self._cache_news is not None:
+                self._router.tell(Cached(self._cache_news.full()), command.name)
         elif isinstance(command, Watching):
             self._view.ask(command.name, command.wanted)
         return None

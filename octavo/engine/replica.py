@@ -15,9 +15,9 @@ from octavo.engine.link import Link, ViewStream
 from octavo.engine.process import Orders
 from octavo.engine.router import BEAT_SECONDS
 from octavo.engine.supervisor import Serving, Supervisor
-from octavo.engine.wire import Beat, Cached, Down, Drain, Hello, News, Refused, View
+from octavo.engine.wire import Beat, Cached, Down, Drain, Hello, News, Pinned, Refused, View
 from octavo.errors import OctavoError
-from octavo.messages import EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import EngineFacts, PinState, RankNumbers, SchedulerStats
 
 State = Literal["loading", "ready", "draining", "dead"]
 RETRY_SECONDS = 1.0  # what a client is told to wait
@@ -54,6 +54,8 @@ class Replica:
         self.stats = NOTHING  # since the server's start: an engine that was started again goes on counting
         self.ranks: list[RankNumbers] = []  # where there are several
         self.facts: EngineFacts | None = None  # once it was ready
+        self.pins: dict[str, PinState] | None = None  # by id; None: not told yet
+        self.pins_before: dict[str, PinState] = {}  # of the engine before this one
         self.stays_dead = False  # there will be no other
         self._door, self._serving = door, serving
         self._link = Link(address, name, self, frame_limit)
@@ -123,6 +125,7 @@ class Replica:
         if self.facts is not None and self.state != "dead":  # nobody has noticed yet
             self._door.on_down(self, "there is a new one")
         self.facts = hello.facts
+        self.pins, self.pins_before = None, self.pins or self.pins_before
         self._last_sign, self._stalled = time.monotonic(), 0.0
         self._before = self.stats
         self.state = "ready"
@@ -150,6 +153,9 @@ class Replica:
 
     def on_cached(self, cached: Cached) -> None:
         self._door.on_cached(self, cached)
+
+    def on_pinned(self, pinned: Pinned) -> None:
+        self.pins = {pin.pin_id: pin for pin in pinned.pins}
 
     def on_view(self, view: View) -> None:
         self.view.push(view.frame)
@@ -191,7 +197,7 @@ class Replica:
         self._link.forget()
         self.view.begin_again()
         self.state = "dead"
-        self.stats = replace(self.stats, running=0, waiting=0, free_blocks=self.stats.num_blocks - 1)
+        self.stats = replace(self.stats, running=0, waiting=0, free_blocks=self.stats.num_blocks - 1, pinned_blocks=0)
         self._door.on_down(self, reason)
 
     def _on_stays_dead(self, error: OctavoError) -> None:

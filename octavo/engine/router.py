@@ -41,7 +41,7 @@ from octavo.engine.wire import (
 )
 from octavo.errors import ConfigError
 from octavo.log import logger
-from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.worker.faults import Faults
 
 BEAT_SECONDS = 0.25
@@ -74,7 +74,7 @@ class Met:
     name: str
 
 
-Command = AddRequest | Abort | ResetPrefixCache | Gone | Watching | Met
+Command = AddRequest | Abort | ResetPrefixCache | wire.Unpin | Gone | Watching | Met
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Router:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
         self._views: deque[tuple[str, ViewFrame]] = deque()
-        self._changes: deque[tuple[str | None, CacheChange]] = deque()
+        self._words: deque[tuple[str | None, Up]] = deque()  # for one client, or for all
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -160,11 +160,12 @@ class Router:
     def publish(self, pulse: Pulse) -> None:
         self._pulse = pulse
 
-    def take(self, wait: bool) -> list[Command]:
-        """Returns all commands that came in. With `wait`, it waits for at least one."""
-        commands = [self._inbox.get()] if wait else []
-        while not self._inbox.empty():
-            commands.append(self._inbox.get())
+    def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
+        """Returns all commands that came in. With `wait`, it waits for at least one, for some time or for ever."""
+        commands: list[Command] = []
+        with suppress(queue.Empty):
+            while True:
+                commands.append(self._inbox.get(wait and not commands, seconds))
         return commands
 
     def give(self, deltas: list[Delta], refused: list[Refused], stats: SchedulerStats) -> None:
@@ -177,9 +178,9 @@ class Router:
             self._views.extend(views)
             self._rouse()
 
-    def tell_cache(self, change: CacheChange, name: str | None = None) -> None:
-        """Tells one client, or all, what the cache has."""
-        self._changes.append((name, change))
+    def tell(self, body: Up, name: str | None = None) -> None:
+        """Tells one client, or all, before the news that are given after it."""
+        self._words.append((name, body))
         self._rouse()
 
     def _rouse(self) -> None:
@@ -268,7 +269,7 @@ class Router:
     def _obey(self, client: _Client, body: Down) -> None:
         if isinstance(body, Ping):
             return
-        if isinstance(body, ResetPrefixCache):
+        if isinstance(body, ResetPrefixCache | wire.Unpin):
             self._inbox.put(body)
             return
         if isinstance(body, Drain):
@@ -312,10 +313,10 @@ class Router:
         self._send(client, Lost())
 
     def _send_news(self) -> None:
-        while self._changes:
-            told, change = self._changes.popleft()
+        while self._words:
+            told, body = self._words.popleft()
             for client in [each for each in self._clients.values() if each.greeted and told in (None, each.name)]:
-                self._send(client, wire.Cached(change))
+                self._send(client, body)
         while self._outbox:
             deltas, refused, stats = self._outbox.popleft()
             for each in refused:

@@ -2,6 +2,7 @@
 
     kv.on_seal ────────┐   always: what a cached block holds nobody else knows
     pool.on_event ─────┤
+    pins.on_change ────┤
     scheduler.on_end ──┤
     core.trace ────────┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
 
@@ -12,6 +13,7 @@ engine: the view is switched off, and whoever watches is told.
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from octavo.engine.core import EngineCore
 from octavo.engine.trace import NoTrace, Trace
@@ -50,6 +52,7 @@ class EngineView:
         self._trace: Trace = NoTrace()  # what was there before
         kv = self._scheduler.kv
         self._on_event, self._on_end, self._on_seal = kv.pool.on_event, self._scheduler.on_end, kv.on_seal
+        self._on_pin = self._scheduler.pins.on_change
         self._contents = Contents(kv.pool, kv.spans, clock)
         kv.on_seal = self._on_sealed
 
@@ -121,11 +124,12 @@ class EngineView:
         self._seen = (scheduler.stats.preemptions, scheduler.stats.prefix_hits, scheduler.stats.prefix_queries)
         self._preemptions = {seq.seq_id: seq.preemptions for seq in scheduler.waiting if seq.preemptions}
         self._is_attached, self._core.trace = True, self
-        pool.on_event, scheduler.on_end = self._on_block, self._on_sequence_end
+        pool.on_event, scheduler.on_end, scheduler.pins.on_change = self._on_block, self._on_sequence_end, self._on_pin_change
 
     def _detach(self) -> None:
         self._is_attached, self._core.trace = False, self._trace
         self._scheduler.kv.pool.on_event, self._scheduler.on_end = self._on_event, self._on_end
+        self._scheduler.pins.on_change = self._on_pin
 
     def _on_sealed(self, seq: Sequence, group: int, first: int, end: int) -> None:
         self._on_seal(seq, group, first, end)
@@ -143,6 +147,10 @@ class EngineView:
         elif event == "evict":
             assert key is not None
             self._tell((self._scheduler.step, self._now(), "evict", block, key[1][:8].hex()))
+
+    def _on_pin_change(self, what: Literal["pin", "unpin"], num_blocks: int, num_tokens: int) -> None:
+        self._on_pin(what, num_blocks, num_tokens)
+        self._try(self._tell, (self._scheduler.step, self._now(), what, num_blocks, num_tokens))
 
     def _on_sequence_end(self, seq: Sequence, reason: Ending) -> None:
         self._on_end(seq, reason)

@@ -1,7 +1,7 @@
 """Messages between an API process and the engine process: one msgpack frame each, decoded into exactly these types.
 
-    API process  --  Ping, Add, Abort, ResetPrefixCache, Watch, Drain  -->  engine process        DEALER to ROUTER over a unix socket
-                <--  Hello, Beat, News, Refused, Lost, View, Cached    --
+    API process  --  Ping, Add, Abort, ResetPrefixCache, Unpin, Watch, Drain  -->  engine process      DEALER to ROUTER over a unix socket
+                <--  Hello, Beat, News, Refused, Lost, View, Cached, Pinned   --
 
 A frame carries an epoch and a number. The epoch says to which start of the engine it belongs. The number counts the frames of one
 client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from octavo.config import EngineConfig
 from octavo.log import logger
-from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, PinState, RankNumbers, SchedulerStats
 from octavo.model_config import ModelConfig
 
 TEXTS = 1 << 20  # bytes
@@ -24,7 +24,7 @@ TEXTS = 1 << 20  # bytes
 # -- a frame of the view: what changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
 
 Wanted = Literal["full", "delta", "none"]  # all there is, what is new since the last frame, no more
-BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed, digest, ids so far, since
+BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (2: and pinned), digest, ids so far, since
 StepNumbers = tuple[int, float, float, int, int, int, int, int, int, int, int, int]
 # step, at, ms, prefill_tokens, decode_tokens, rows, running, waiting, used_blocks, preempted, hit_tokens, query_tokens
 EventWords = tuple[int | float | str, ...]  # step, at, kind, and what belongs to it
@@ -89,6 +89,12 @@ class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
     pass
 
 
+class Unpin(Struct, tag="unpin", array_like=True, frozen=True):
+    """A pinned prefix is not wanted any more."""
+
+    pin_id: str
+
+
 class Drain(Struct, tag="drain", array_like=True, frozen=True):
     """The engine is to be replaced. It tells all clients with its beats, so that they give it no new requests."""
 
@@ -147,8 +153,14 @@ class Cached(Struct, tag="cached", array_like=True, frozen=True):
     change: CacheChange
 
 
-Down = Ping | Add | Abort | ResetPrefixCache | Watch | Drain
-Up = Hello | Beat | News | Refused | Lost | View | Cached
+class Pinned(Struct, tag="pinned", array_like=True, frozen=True):
+    """All prefixes that the engine holds or computes."""
+
+    pins: list[PinState]
+
+
+Down = Ping | Add | Abort | ResetPrefixCache | Unpin | Watch | Drain
+Up = Hello | Beat | News | Refused | Lost | View | Cached | Pinned
 Item = TypeVar("Item")
 
 

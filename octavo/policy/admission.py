@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from octavo.messages import SchedulerStats, StepPlan
 from octavo.policy.kv_manager import KVManager, PrefixHit
+from octavo.policy.pins import Pins
 from octavo.policy.request import Request, Sequence, Status, policy_key
 from octavo.policy.rows import Rows
 
@@ -26,6 +27,7 @@ class Admission:
         waiting: list[Sequence],
         running: list[Sequence],
         rows: Rows,
+        pins: Pins,
         stats: SchedulerStats,
         clock: Callable[[], float],
     ) -> None:
@@ -33,6 +35,7 @@ class Admission:
         self.waiting = waiting  # these are the scheduler's own lists
         self.running = running
         self.rows = rows
+        self.pins = pins
         self.stats = stats
         self.clock = clock
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests never admitted, by arrival
@@ -110,3 +113,4 @@ class Admission:
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens
             self.stats.prefix_hits += hit.num_tokens
+            life.pinned_tokens = self.pins.note(seq, hit)

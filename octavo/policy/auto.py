@@ -5,6 +5,7 @@
     max_num_batched_tokens    2,048    8,192
     pipeline_depth            1        2: the host plans while the device works
     kv_cache_layout           nhd      nhd
+    max_pinned_blocks         a quarter of the pool, once its size is known
 
 What was asked for stays, and what was not gives way to it: a step holds at least one token of every row.
 """
@@ -38,6 +39,11 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
         "pipeline_depth": config.pipeline_depth or PIPELINE_DEPTH[device],
     }
     return ResolvedConfig(**{**asdict(config), **settled})
+
+
+def most_pinned(config: EngineConfig, num_blocks: int) -> int:
+    """Returns the most blocks that may be pinned. `num_blocks`: of the pool, with the null block"""
+    return (num_blocks - 1) // 4 if config.max_pinned_blocks is None else config.max_pinned_blocks
 
 
 def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:

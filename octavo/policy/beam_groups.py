@@ -52,16 +52,25 @@ class BeamGroups:
         self._span = lcm(*kv.spans)  # a beginning of so many tokens ends with a block of every cache group
         self._groups: dict[str, BeamGroup] = {}  # by request
 
-    def check_size(self, num_prompt: int, limit: int, width: int) -> None:
-        """Refuses a group that could outgrow the whole cache: it would be preempted, and come back, for ever."""
-        needed, most = self._kv.blocks_for_beams(num_prompt // self._span * self._span, limit, width), self._kv.pool.num_blocks - 1
+    def check_size(self, num_prompt: int, limit: int, width: int, pinned: int) -> None:
+        """Refuses a group that could outgrow the cache: it would be preempted, and come back, for ever. `pinned`: blocks without use"""
+        needed, most = self._blocks_for(num_prompt, limit, width), self._kv.pool.num_blocks - 1 - pinned
         if needed > most:
+            beside = f" beside {pinned} pinned ones" if pinned else ""
             raise RequestError(
-                f"{width} beams may grow to {needed} blocks of {self._kv.block_size} tokens, but the KV cache has {most}; lower max_tokens "
-                "or the beam width, or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
+                f"{width} beams may grow to {needed} blocks of {self._kv.block_size} tokens, but the KV cache has {most}{beside}; lower "
+                "max_tokens or the beam width, or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
                 "max_tokens",
                 "context_length_exceeded",
             )
+
+    def _blocks_for(self, num_prompt: int, limit: int, width: int) -> int:
+        return self._kv.blocks_for_beams(num_prompt // self._span * self._span, limit, width)
+
+    def most_needed(self) -> int:
+        """Returns the blocks that the largest group here may grow to."""
+        found = ((group.request.num_prompt, group.sequences[0].limit, group.request.num_samples) for group in self._groups.values())
+        return max((self._blocks_for(*numbers) for numbers in found), default=0)
 
     def add(self, seq: Sequence) -> None:
         """Begins a search with the sequence of a prompt."""

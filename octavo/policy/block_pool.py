@@ -2,13 +2,14 @@
 
     null          block 0: padding reads and writes it, nobody owns it
     free          ref 0, in `free`, next to be taken first:   [ unsealed .. | sealed, least recently used .. most ]
-    held          ref > 0: that many block tables contain it
+    held          ref > 0: that many block tables and pins contain it
+    pinned        held, and sealed: some of its holders are pins. It stays when the cache is emptied
     sealed        its content is final and `index` finds it by its key, held or free; taking it from `free` evicts it
 
 A key is a cache group and a digest. Everything is O(1) per block. The pool knows nothing of tokens or sequences.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ NULL_BLOCK = 0
 EVICTED_RING = 8192  # keys remembered after eviction, to tell "evicted" from "never seen"
 
 BlockKey = tuple[int, bytes]  # cache group, digest of the tokens up to the block's end
-Event = Literal["take", "share", "release", "seal", "evict"]
+Event = Literal["take", "share", "release", "seal", "evict", "pin", "unpin"]
 OnEvent = Callable[[Event, int, BlockKey | None], None]  # what happened, the block, the key of a sealed one
 
 
@@ -42,6 +43,7 @@ class BlockPool:
         self.index: dict[BlockKey, int] = {}  # key -> block
         self.key_of: list[BlockKey | None] = [None] * num_blocks
         self.evicted: OrderedDict[BlockKey, None] = OrderedDict()
+        self.pinned: Counter[int] = Counter()  # block -> how many of its holders are pins
         self.counts = PoolCounts()
         self.on_event = on_event or _ignore  # whoever watches for a while puts its own here, and this one back
 
@@ -101,10 +103,28 @@ class BlockPool:
     def writable(self, block: int) -> bool:
         return self.ref[block] == 1 and self.key_of[block] is None
 
+    def pin(self, blocks: Sequence[int]) -> None:
+        """A pin becomes one more holder of each. They are sealed, and can be found until the last pin leaves them."""
+        assert all(self.key_of[block] is not None for block in blocks), "a pin of a block that cannot be found"
+        self.share(blocks)
+        self.pinned.update(blocks)
+        for block in blocks:
+            self.on_event("pin", block, None)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """A pin leaves them. What others hold stays held, the rest is cached."""
+        for block in blocks:
+            self.pinned[block] -= 1
+            if self.pinned[block] == 0:
+                del self.pinned[block]
+            self.on_event("unpin", block, None)
+        self.release(blocks)
+
     def forget(self) -> None:
-        """Empty the cache: nothing is found any more. Holders keep their blocks."""
+        """Empty the cache: nothing is found any more but what is pinned. Holders keep their blocks."""
         for block in list(self.index.values()):
-            self._evict(block)
+            if block not in self.pinned:
+                self._evict(block)
         self.evicted.clear()
 
     def _evict(self, block: int) -> None:
@@ -126,3 +146,5 @@ class BlockPool:
         assert all(self.ref[block] == 0 for block in self.free)
         sealed = {key: block for block, key in enumerate(self.key_of) if key is not None}
         assert sealed == self.index
+        for block, pins in self.pinned.items():
+            assert 0 < pins <= self.ref[block] and self.key_of[block] is not None, f"block {block} is pinned, and free or not found"

@@ -1,5 +1,6 @@
 """Refuses requests that can never be served. The error has the number, and names the setting that helps."""
 
+import re
 from collections.abc import Collection
 
 from octavo.errors import RequestError
@@ -62,6 +63,28 @@ def _check_length(message: AddRequest, limits: Limits) -> None:
             "max_tokens",
             "context_length_exceeded",
         )
+
+
+# -- pinned prefixes
+
+MOST_TTL_SECONDS = 30 * 86400.0
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
+
+
+def check_pin(name: object, ttl: object) -> None:
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        message = "name must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, and begin with a letter, a digit or _"
+        raise RequestError(message, "name")
+    if ttl is not None and not (type(ttl) in (int, float) and 0 < ttl <= MOST_TTL_SECONDS):  # type: ignore[operator]
+        raise RequestError(f"ttl must be a number of seconds above 0 and at most {MOST_TTL_SECONDS:.0f}, got {ttl!r:.40}", "ttl")
+
+
+def prefix_in_use(name: str) -> RequestError:
+    return RequestError(f"there is a prefix with the name {name!r}; release it first, or use another name", "name", "prefix_exists")
+
+
+def no_such_prefix(name: str) -> RequestError:
+    return RequestError(f"there is no pinned prefix with the name {name!r:.140}", "name", "prefix_not_found")
 
 
 def _asked(message: AddRequest) -> str:

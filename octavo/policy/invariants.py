@@ -12,8 +12,10 @@ def check(scheduler: Scheduler) -> None:
     kv, pool = scheduler.kv, scheduler.kv.pool
     pool.check()
     live = [seq for request in scheduler.requests.values() for seq in request.sequences]
-    holders = Counter(block for seq in live for table in seq.tables for block in table if block != NULL_BLOCK)
-    assert all(pool.ref[block] == holders[block] for block in range(pool.num_blocks)), "refs and tables disagree"
+    scheduler.pins.check()
+    tables = Counter(block for seq in live for table in seq.tables for block in table if block != NULL_BLOCK)
+    holders = tables + scheduler.pins.num_holders
+    assert all(pool.ref[block] == holders[block] for block in range(pool.num_blocks)), "refs, tables and pins disagree"
     assert sorted(seq.seq_id for seq in live) == sorted(seq.seq_id for seq in scheduler.waiting + scheduler.running)
     queued = [request for request in scheduler.requests.values() if request.arrival >= 0]  # the others were begun elsewhere
     never_admitted = [request.request_id for request in queued if request.life.first_scheduled is None]
@@ -27,7 +29,7 @@ def check(scheduler: Scheduler) -> None:
     owners = {seq.seq_id for seq in scheduler.running}
     assert set(kv.pending.values()) <= owners, "a pending digest whose owner does not run"
     if not live:
-        assert pool.num_free == pool.num_blocks - 1 and not kv.pending, "idle, but not as after start"
+        assert pool.num_free == pool.num_blocks - 1 - len(pool.pinned) and not kv.pending, "idle, but not as after start"
 
 
 def _check_rows(scheduler: Scheduler) -> None:

@@ -251,6 +251,30 @@ class KVManager:
                 self.on_seal(seq, number, first, end)
         seq.num_sealed = full
 
+    def keys_of(self, digests: list[bytes]) -> list[BlockKey]:
+        """Returns the blocks that a hit of all these links needs, in every group. Their number ends with a block of each group."""
+        end = len(digests) * self.block_size
+        return [
+            (number, digests[(index + 1) * group.links - 1])
+            for number, (group, span) in enumerate(zip(self.groups, self.spans))
+            for index in range(group.first_seen(end, span), end // span)
+        ]
+
+    def find_all(self, seq: Sequence) -> list[int]:
+        """Returns the blocks of `keys_of` for a prompt that is computed, which is all that it has in front of its last token.
+
+        A block that was found elsewhere when it was computed, or forgotten since, is sealed again.
+        """
+        blocks, end = [], seq.num_tokens - 1
+        for number, (group, span) in enumerate(zip(self.groups, self.spans)):
+            first = group.first_seen(end, span)
+            for index in range(first, end // span):
+                key = (number, seq.digests[(index + 1) * group.links - 1])
+                self.pool.seal(seq.tables[number][index], key)
+                blocks.append(self.pool.index[key])
+            self.on_seal(seq, number, first, end // span)
+        return blocks
+
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

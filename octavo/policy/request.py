@@ -42,6 +42,7 @@ class Request:
         "noise_number",
         "num_prompt",
         "params",
+        "pin",
         "priority",
         "reported_logprobs",
         "request_id",
@@ -66,6 +67,7 @@ class Request:
         if message.beams is not None:  # what a beam samples itself is provisional; the choice is among its best tokens
             wanted = max(params.logprobs or 0, num_candidates(message.beams.width, len(self.end_ids)))
             self.params = replace(params, temperature=0.0, logprobs=wanted)
+        self.pin = message.pin  # it computes a prefix that is to be held
         self.bad_words = message.bad_words  # ids that must not follow each other in a sample
         self.engine_seed = engine_seed
         self.noise_number = arrival if message.noise is None else message.noise

@@ -19,9 +19,11 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, Ending, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.admission import Admission
 from octavo.policy.beam_groups import BeamGroups
+from octavo.policy.budget import budget_of_prefills, share_of_plan
 from octavo.policy.door import check_request, length_limit
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.moves import Moves
+from octavo.policy.pins import Pins
 from octavo.policy.request import Request, Sequence, Status, policy_key, prompt_positions
 from octavo.policy.rows import Rows
 
@@ -67,7 +69,8 @@ class Scheduler:
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
         self._told: dict[int, list[Sequence]] = {}  # step -> sequences that moved or changed, if any
-        self.admission = Admission(kv, self.waiting, self.running, self.rows, self.stats, clock)
+        self.pins = Pins(kv, self.limits, self.stats, clock)
+        self.admission = Admission(kv, self.waiting, self.running, self.rows, self.pins, self.stats, clock)
         self.moves = Moves(kv, self.rows, self.waiting, self.running, self._planned, self._new_sequence)
         self.beams = BeamGroups(kv, self.rows, self.running, self.moves, self._new_sequence, self._remove)
         self._arrivals = 0
@@ -78,9 +81,11 @@ class Scheduler:
         if message.request_id in self.requests:
             raise RequestError(f"request id {message.request_id!r} is already in use", "request_id")
         check_request(message, self.limits)
+        if message.pin is not None:
+            message = self.pins.begin(message, self.beams.most_needed())
         prompt, limit = message.prompt_token_ids, length_limit(message, self.limits)
         if message.beams is not None:
-            self.beams.check_size(len(prompt), limit, message.beams.width)
+            self.beams.check_size(len(prompt), limit, message.beams.width, self.pins.num_blocks)
         arrival = self._arrivals - (RESUMED if message.outputs else 0)
         request = Request(message, arrival, self.kv.root(message.cache_salt), self.end_ids, self.seed, self.clock())
         self._arrivals += 1
@@ -153,12 +158,12 @@ class Scheduler:
 
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
         """Tokens for running sequences. Returns the budget left, and whether somebody was preempted."""
-        running, kv, is_running = self.running, self.kv, Status.RUNNING
-        budget, share = self._share()
-        prefill_budget = self._prefill_budget(budget)
+        running, kv, is_running, row_tokens = self.running, self.kv, Status.RUNNING, self.row_tokens
+        budget, share = share_of_plan(self.limits, running, row_tokens, self.stages, len(self._planned))
+        prefill_budget = budget_of_prefills(budget, running, row_tokens) if self.waiting and self.rows.free else budget
         beams: Request | None = None  # the last ones that have got room
         lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
-        preempted, row_tokens, turns, one_plan = False, self.row_tokens, self.mask_turns, self.row_tokens > 1 or self.stages > 1
+        preempted, turns, one_plan = False, self.mask_turns, row_tokens > 1 or self.stages > 1
         after = len(running) * row_tokens  # kept for those behind, so that decode is never starved
         for seq in running.copy():
             after -= row_tokens
@@ -193,21 +198,6 @@ class Scheduler:
                 self._plan(seq, count, plan, planned)
                 budget -= count
         return budget, preempted
-
-    def _share(self) -> tuple[int, int]:
-        """Returns the tokens of this plan, and the most sequences that it decodes: an equal part for each stage without work."""
-        tokens, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        if self.stages == 1:
-            return tokens, rows
-        idle = self.stages + 1 - len(self._planned)  # this plan is one of those
-        return max(tokens // self.stages, rows * self.row_tokens), -(-sum(not seq.in_flight for seq in self.running) // max(1, idle))
-
-    def _prefill_budget(self, budget: int) -> int:
-        """While anything waits for a row that is free, running prefills leave it half of what decode leaves."""
-        if not self.waiting or not self.rows.free:
-            return budget
-        decoding = sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) <= self.row_tokens)
-        return (budget - decoding) // 2
 
     def _prefill_lack(self) -> int:
         """Tokens that running prefills want, together."""
@@ -344,6 +334,9 @@ class Scheduler:
             delta.finish_reason = "length"
         else:
             return delta
+        if request.pin is not None and seq.status is Status.WAITING:  # preempted meanwhile: its blocks are gone, so it begins again
+            self.moves.truncate(seq, request.num_prompt)
+            return Delta(request.request_id, seq.index, [])
         self.kv.seal(seq)
         self._remove(seq, delta.finish_reason)
         delta.life = request.life
@@ -380,6 +373,8 @@ class Scheduler:
 
     def _remove(self, seq: Sequence, reason: Ending) -> None:
         """Out of the engine, from wherever it is."""
+        if seq.request.pin is not None:
+            self.pins.settle(seq, reason)
         self.on_end(seq, reason)
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
@@ -396,5 +391,6 @@ class Scheduler:
 
     def snapshot(self) -> SchedulerStats:
         """The counters and gauges of this moment, which nothing changes later: other threads read them."""
-        gauges = {"running": len(self.running), "waiting": len(self.waiting), "free_blocks": self.kv.pool.num_free}
+        gauges = {"running": len(self.running), "waiting": len(self.waiting)}
+        gauges |= {"free_blocks": self.kv.pool.num_free, "pinned_blocks": len(self.kv.pool.pinned)}
         return replace(self.stats, steps=self.stats.steps.copy(), **gauges)

@@ -25,8 +25,9 @@ from octavo.server_config import ServerConfig
 OPEN = frozenset({"/health", "/"})  # answered without a key, like the files of the page
 # Answered only with the admin key. Without --admin-key these routes do not exist.
 ADMIN = frozenset({"/reset_prefix_cache", "/admin/restart"})
+PREFIXES = "/v1/prefixes"  # and what is below it: where there are keys, answered only with the admin key
 PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST, OPTIONS",
+    "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
     "access-control-allow-headers": "authorization, content-type, x-request-id",
     "access-control-max-age": "600",
 }
@@ -92,14 +93,19 @@ class Keys:
         authorization = headers.get(b"authorization")
         token = _digest(_bearer(authorization))
         user, admin = _among(token, self._users), _among(token, self._admins)
-        if path in ADMIN and user and not admin:
-            raise ApiError(403, "this route needs the admin key", code="admin_key_required")
-        if not admin and (path in ADMIN or (self._users and not user)):
+        for_admins = self._is_for_admins(path)
+        if for_admins and user and not admin:
+            raise ApiError(403, "this route needs the admin key (--admin-key)", code="admin_key_required")
+        if not admin and (for_admins or (self._users and not user)):
             said = "the API key is not valid" if authorization else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         holder: Holder = "admin" if admin else "user" if user else "nobody"
         name = token.hex() if holder == "user" and len(self._users) > 1 else address
         return Caller(name, may_read_text(self._config, holder, host_name(headers.get(b"host")), headers))
+
+    def _is_for_admins(self, path: str) -> bool:
+        has_keys = bool(self._users or self._admins)
+        return path in ADMIN or (has_keys and (path == PREFIXES or path.startswith(f"{PREFIXES}/")))
 
 
 def _bearer(authorization: bytes | None) -> bytes:

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import OctavoError, RequestError
-from octavo.server import chat, completions, lesson, responses, status, tokens, web
+from octavo.server import chat, completions, lesson, prefixes, responses, status, tokens, web
 from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
 
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
-    status.router, tokens.router, completions.router, chat.router, responses.router, lesson.router, web.router,
+    status.router, tokens.router, completions.router, chat.router, responses.router, prefixes.router, lesson.router, web.router,
 )  # fmt: skip
 
 

@@ -139,6 +139,21 @@ async def _encode_prompts(request: Request, server: Server, prompt: str | list[o
     return encoded
 
 
+async def encode_prompt(request: Request, server: Server, prompt: str | list[int]) -> list[int]:
+    """Returns the ids of one prompt, a text or ids."""
+    encode = partial(server.llm.encoder.encode, prompt, server.llm.facts.limits.max_model_len)
+    return (await server.threads.run(await _kind(request), request, encode))[1]
+
+
+async def encode_beginning(
+    request: Request, server: Server, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, object] | None
+) -> list[int]:
+    """Returns the ids with which every conversation begins that begins with these messages."""
+    limit = server.llm.facts.limits.max_model_len
+    encode = partial(server.llm.encoder.encode_beginning, messages, tools or None, options or {}, limit)
+    return (await server.threads.run(await _kind(request), request, encode))[1]
+
+
 async def _spell_words(request: Request, server: Server, words: Sequence[str]) -> list[list[int]]:
     """Returns `bad_words` as token ids. It runs in a thread, because every word is encoded by itself."""
     return await server.threads.run(await _kind(request), request, partial(server.llm.encoder.spellings, words)) if words else []
@@ -234,7 +249,7 @@ def _few_chars(name: str, values: object, most: int) -> None:
 
 def _terms_of(body: GenerationBody, config: ServerConfig) -> tuple[int, str, float]:
     """Returns priority, salt and time-out, in the order of `Ask`."""
-    return _priority_of(body), _salt_of(body), _timeout_of(body, config)
+    return _priority_of(body), salt_of(body.cache_salt), _timeout_of(body, config)
 
 
 def _priority_of(body: GenerationBody) -> int:
@@ -253,12 +268,13 @@ def _timeout_of(body: GenerationBody, config: ServerConfig) -> float:
     return min(body.timeout, config.request_timeout)
 
 
-def _salt_of(body: GenerationBody) -> str:
-    if body.cache_salt is None:
+def salt_of(cache_salt: str | None) -> str:
+    """Returns the salt of a body, checked. Without one it is empty."""
+    if cache_salt is None:
         return ""
-    if not 0 < len(body.cache_salt) <= MOST_SALT_CHARS:
-        raise RequestError(f"cache_salt must have 1 to {MOST_SALT_CHARS} characters, it has {len(body.cache_salt):,}", "cache_salt")
-    return body.cache_salt
+    if not 0 < len(cache_salt) <= MOST_SALT_CHARS:
+        raise RequestError(f"cache_salt must have 1 to {MOST_SALT_CHARS} characters, it has {len(cache_salt):,}", "cache_salt")
+    return cache_salt
 
 
 def _check_answers(num_prompts: int, n: int, most: int) -> None:

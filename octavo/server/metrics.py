@@ -200,11 +200,14 @@ GAUGES = {
     "num_requests_running": "Sequences in the steps of the engine.",
     "num_requests_waiting": "Sequences that wait for room.",
     "kv_cache_usage_perc": "Share of KV blocks in use; 1 is all.",
+    "pinned_blocks": "KV blocks that pinned prefixes hold.",
     "engine_ready": "1 while requests are served.",
 }
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Of these, found.",
+    "pinned_prefix_hits": "Requests that found a part of a pinned prefix.",
+    "pinned_prefix_tokens": "Prompt tokens found there, which were not computed again.",
     "num_preemptions": "Sequences that had to give their blocks back.",
     "engine_restarts": "Engines that died and were replaced.",
 }
@@ -217,6 +220,9 @@ def _numbers_of(engine: Engine) -> dict[str, float]:
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
         "kv_cache_usage_perc": (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0,
+        "pinned_blocks": stats.pinned_blocks,
+        "pinned_prefix_hits": stats.pin_hits,
+        "pinned_prefix_tokens": stats.pin_tokens,
         "engine_ready": int(engine.state == "ready"),
         "prefix_cache_queries": stats.prefix_queries,
         "prefix_cache_hits": stats.prefix_hits,

@@ -75,6 +75,7 @@ def _told(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[str, ob
     return {
         "prompt_tokens": prompt.prompt_tokens,
         "cached_tokens": life.cached_tokens,
+        "pinned_tokens": life.pinned_tokens,
         "hit_reason": life.hit_reason,
         "preemptions": life.preemptions,
         "recomputed_tokens": life.recomputed_tokens,

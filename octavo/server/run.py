@@ -26,6 +26,7 @@ import uvloop
 from octavo import log
 from octavo.config import EngineConfig, debug_from_environment, log_level
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.pin_book import PinBook
 from octavo.engine.stall_watch import StallWatch
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
@@ -67,14 +68,17 @@ def sibling(descriptor: int) -> None:
 
 
 async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
-    llm = AsyncLLM(engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text)
+    pins = shared_file() if config.api_processes > 1 else None
+    llm = AsyncLLM(
+        engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text, pins=PinBook(pins)
+    )
     try:
         model_name = config.served_model_name or text.source.name
         observer = _observer(config, model_name, shared_file() if config.api_processes > 1 else None)
         server = Server(llm, config, model_name, observer)
         server.recorder = None if config.record is None else Recorder(config.record)
         found = replace(engine, model=str(text.source.path), revision=None)  # siblings do not look for the model again
-        orders = Orders(found, config, llm.address, server.model_name)
+        orders = Orders(found, config, llm.address, server.model_name, pins=pins)
         process = ApiProcess(server, listener, siblings=Siblings(orders, listener, observer.numbers))
         return await process.run_to_end()
     finally:
@@ -83,7 +87,7 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
 
 async def _further(orders: Orders, listener: socket.socket) -> int:
     serving = _serving(orders.server, orders.row + orders.starts * NUMBERS)
-    llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address)
+    llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address, pins=PinBook(orders.pins))
     observer = _observer(orders.server, orders.model_name, orders.shared, orders.row)
     process = ApiProcess(Server(llm, orders.server, orders.model_name, observer), listener)
     return await process.run_to_end()

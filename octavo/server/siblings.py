@@ -40,6 +40,7 @@ class Orders(Struct, frozen=True):
     address: str  # the engine's socket
     model_name: str
     shared: int | None = None  # descriptor of the file with the metrics of all API processes
+    pins: int | None = None  # descriptor of the file with the pinned prefixes
     row: int = 0  # the sibling's own row in that file
     starts: int = 0  # how often it was started before
 
@@ -111,7 +112,7 @@ class Sibling:
     def _start(self) -> None:
         self._ready_at, self._killed = None, False
         self._beats, self._silent_ticks = self._numbers.beats(self._orders.row), 0
-        inherited = [each for each in (self._listener.fileno(), self._orders.shared) if each is not None]
+        inherited = [each for each in (self._listener.fileno(), self._orders.shared, self._orders.pins) if each is not None]
         words = command("octavo.server.run", "sibling", self._listener.fileno())
         orders, self._starts = msgspec.structs.replace(self._orders, starts=self._starts), self._starts + 1
         try:

@@ -60,6 +60,27 @@ class PromptEncoder:
         _check_length(text, tokenizer, limit, "messages")
         return text, _without_images(tokenizer.encode(text, add_special_tokens=False), tokenizer, "messages")
 
+    def encode_beginning(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] = _NO_OPTIONS,
+        limit: int | None = None,
+    ) -> tuple[None, list[int]]:
+        """Returns the ids with which every conversation begins that begins with these messages.
+
+        They are what two such conversations have in common. Some templates write the last message in another way, and some write a
+        system message into the first question.
+        """
+        is_asked = check_messages(messages)[-1]["role"] == "user"
+        next_message = {"role": "assistant" if is_asked else "user", "content": "Yes"}
+        one = messages if is_asked else [*messages, {"role": "user", "content": "1. No"}]  # if it is asked, an answer may begin
+        try:
+            first, second = (self.encode_chat(each, tools, options, limit)[1] for each in (one, [*messages, next_message]))
+        except TemplateError:  # nothing may follow
+            return None, self.encode_chat(messages, tools, {**options, "add_generation_prompt": False}, limit)[1]
+        return None, first[: next((at for at, (left, right) in enumerate(zip(first, second)) if left != right), len(second))]
+
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None, options: Mapping[str, object] = _NO_OPTIONS
     ) -> str:

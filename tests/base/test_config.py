@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color, state_dir
+from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color
 from octavo.errors import ConfigError
+from octavo.own_file import state_dir
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
 BAD: dict[str, list[Any]] = {
@@ -36,6 +37,7 @@ BAD: dict[str, list[Any]] = {
     "distributed_executor_backend": ["uni", "Ray", "", None, 1],
     "max_num_seqs": [0, 2**40, *NO_INTEGERS],
     "max_num_batched_tokens": [0, *NO_INTEGERS],
+    "max_pinned_blocks": NO_INTEGERS,
     "enable_prefix_caching": ["false", None, 2, 1],
     "scheduling_policy": ["lifo", None],
     "enforce_eager": ["no", None, 1],

@@ -36,6 +36,7 @@ WAYS: dict[str, list[Way]] = {
     "distributed_executor_backend": [('"ray"', ["--distributed-executor-backend", "ray"], "ray")],
     "max_num_seqs": [("8", ["--max-num-seqs", "8"], 8), ('"auto"', ["--max-num-seqs", "auto"], None)],
     "max_num_batched_tokens": [("300", ["--max-num-batched-tokens", "300"], 300)],
+    "max_pinned_blocks": [("0", ["--max-pinned-blocks", "0"], 0), ("50", ["--max-pinned-blocks=50"], 50)],
     "enable_prefix_caching": [("false", ["--no-enable-prefix-caching"], False), ("true", ["--enable-prefix-caching"], True)],
     "scheduling_policy": [('"priority"', ["--scheduling-policy", "priority"], "priority")],
     "attention_backend": [("'cpu'", ["--attention-backend", "cpu"], "cpu")],

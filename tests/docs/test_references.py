@@ -15,13 +15,13 @@ import octavo
 from octavo import errors
 from octavo.llm import LLM
 from octavo.messages import LifeRecord
-from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput, TextDelta
+from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, PinnedPrefix, RequestOutput, TextDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputs
 from tests.docs.sources import GAP, ROOT, documents, helps, literals
 
 DOCS = ROOT / "docs"
-OUTPUTS = [RequestOutput, CompletionOutput, BeamSearchOutput, BeamSearchSequence, TextDelta, Logprob, LifeRecord]
+OUTPUTS = [RequestOutput, CompletionOutput, BeamSearchOutput, BeamSearchSequence, PinnedPrefix, TextDelta, Logprob, LifeRecord]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 CODE = re.compile(r"`([^`]+)`")
 

@@ -42,6 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
         groups=st.sampled_from(GROUPS),
         row_tokens=st.sampled_from([1, 1, 3]),
         stages=st.sampled_from([1, 1, 2, 3]),
+        shorter=st.sampled_from([1, 1, 2, 4]),
     )
     def start(
         self,
@@ -57,13 +58,15 @@ class EngineMachine(RuleBasedStateMachine):
         groups: tuple[CacheGroup, ...],
         row_tokens: int,
         stages: int,
+        shorter: int,
     ) -> None:
+        """`shorter`: where requests cannot fill the pool, there is room for pins."""
         self.engine = FakeEngine(
             block_size=block_size,
             num_blocks=num_blocks,
             rows=rows,
             budget=rows * row_tokens + spare,
-            most_len=MOST_TOKENS,
+            most_len=min(MOST_TOKENS, num_blocks * block_size // shorter),
             depth=depth if stages == 1 else 1,
             caching=caching,
             by_priority=by_priority,
@@ -74,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
             stages=stages,
         )
         self.rows = rows
+        self.pins: dict[str, tuple[int, str]] = {}  # length and salt
         self.disturbed: set[str] = set()  # ended early on purpose, or in reach of a fault
 
     @rule(
@@ -132,10 +136,46 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, whom: tuple[int, int | None]) -> None:
         self._abort(whom)
 
+    @rule(length=st.integers(1, 60), seconds=st.none() | st.integers(1, 40), salt=st.sampled_from(["", "", "other"]), again=st.booleans())
+    def pin(self, length: int, seconds: int | None, salt: str, again: bool) -> None:
+        """A prefix is computed to be held, perhaps one that somebody computes or that is held already."""
+        engine, number = self.engine, len(self.engine.asked)
+        name = f"pin{number}"
+        if again and self.pins:
+            name, (length, salt) = list(self.pins.items())[-1]
+        try:
+            engine.pin(name, BASE[:length][: engine.max_len - 1], seconds, salt, request=f"r{number}")
+        except RequestError:
+            return
+        self.pins[name] = length, salt
+
+    def _unpin(self, pick: int) -> None:
+        if self.pins:
+            name = list(self.pins)[pick % len(self.pins)]
+            requests = self.engine.scheduler.requests.values()
+            self.disturbed |= {request.request_id for request in requests if request.pin is not None and request.pin.pin_id == name}
+            self.engine.unpin(name)
+            assert name not in self.engine.scheduler.pins
+
+    @rule(pick=st.integers(0, 9), point=st.none() | points)
+    def unpin(self, pick: int, point: str | None) -> None:
+        hooks = self.engine.executor.before_forward if point == "before_forward" else self.engine.executor.after_forward
+        if point is None:
+            self._unpin(pick)
+        else:
+            hooks.append(lambda: self._unpin(pick))
+            self.engine.step()
+
+    @rule()
+    def expire_pins(self) -> None:
+        pins = self.engine.scheduler.pins
+        pins.expire()
+        assert pins.seconds_left() != 0.0
+
     @rule(pick=st.integers(0, 9))
     def begin_again(self, pick: int) -> None:
         """One goes on as in another engine, with all that its client has: the tokens in flight come once more."""
-        if live := list(self.engine.scheduler.requests):
+        if live := [name for name, request in self.engine.scheduler.requests.items() if request.pin is None]:
             self.engine.begin_again(live[pick % len(live)])
 
     @rule(steps=st.integers(1, 12))
@@ -233,6 +273,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.scheduler.preempt_every = 0  # it slows down what is left, and that can be much
         self.engine.run(most_steps=50_000)
+        for pin in self.pins:
+            self.engine.unpin(pin)
         self.engine.assert_idle()
         assert set(self.engine.ends) == set(self.engine.tokens), "somebody never ended"
         self.engine.assert_exact(self.disturbed)

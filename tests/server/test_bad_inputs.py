@@ -15,6 +15,7 @@ from tests.support import bad_inputs_http as http
 from tests.support import bad_inputs_keys as keys
 from tests.support import bad_inputs_life as life
 from tests.support import bad_inputs_params as params
+from tests.support import bad_inputs_prefixes as prefixes
 from tests.support import bad_inputs_prompts as prompts
 from tests.support import bad_inputs_sockets as sockets
 from tests.support import bad_inputs_start as start
@@ -23,7 +24,7 @@ from tests.support.bad_inputs_row import Place, Row
 from tests.support.bad_inputs_watch import ADMIN_KEY, KEY, OTHER_KEY, SECRETS, Watched
 from tests.support.story_folder import story_folder
 
-ROWS: list[Row] = [row for section in (http, keys, params, prompts, tools, forms, life, sockets, start) for row in section.ROWS]
+ROWS: list[Row] = [row for section in (http, keys, params, prompts, prefixes, tools, forms, life, sockets, start) for row in section.ROWS]
 SMALL = ("--max-model-len", "256", "--block-size", "4", "--served-model-name", "stories")
 SERVERS: dict[Place, Callable[[str], Watched]] = {
     "stories": lambda model: Watched(

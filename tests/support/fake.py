@@ -12,7 +12,7 @@ from dataclasses import replace
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineError
-from octavo.messages import AddRequest, Beams, Delta, FinishReason, Limits, StepPlan
+from octavo.messages import AddRequest, Beams, Delta, FinishReason, Limits, PinOrder, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockKey, BlockPool, Event
 from octavo.policy.cache_group import FULL, CacheGroup
@@ -103,12 +103,13 @@ class FakeEngine:
         groups: tuple[CacheGroup, ...] = (FULL,),
         row_tokens: int = 1,
         stages: int = 1,
+        pinned: int = 1 << 30,
     ) -> None:
-        """`max_len`: without it, as long as fits into the pool, and no longer than `most_len`."""
+        """`pinned`: the most blocks that may be. `max_len`: without it, as long as fits into the pool, and no longer than `most_len`."""
         self.pool = BlockPool(num_blocks, self._on_event)
         self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget)
         self.max_len = max_len or min(most_len, self.kv.most_tokens() + 1)
-        limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size)
+        limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size, max_pinned_blocks=pinned)
         self.scheduler = Scheduler(
             self.kv, limits, by_priority, end_ids, 5, preempt_every, clock=lambda: float(self.scheduler.step),
             row_tokens=row_tokens, stages=stages,
@@ -136,14 +137,25 @@ class FakeEngine:
         salt: str = "",
         bad_words: list[list[int]] | None = None,
         beams: Beams | None = None,
+        pin: PinOrder | None = None,
     ) -> Request:
-        message = AddRequest(name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams)
+        message = AddRequest(name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams, pin=pin)
         self.core.add(message)
         request = self.scheduler.requests[name]
+        message = replace(message, prompt_token_ids=message.prompt_token_ids[: request.num_prompt])  # a pin has whole blocks
         self.asked[name] = (message, request)
         for index in range(message.params.n):
             self.tokens[name, index], self.token_steps[name, index] = [], []
         return request
+
+    def pin(self, name: str, prompt: list[int], seconds: float | None = None, salt: str = "", request: str = "") -> Request:
+        """A request that computes a prefix, which is held then. `request`: its name, where that is not the pin's"""
+        return self.add(request or name, prompt, sampling(1), salt=salt, pin=PinOrder(name, seconds))
+
+    def unpin(self, name: str) -> None:
+        self.core.unpin(name)
+        if self.check:
+            invariants.check(self.scheduler)
 
     def abort(self, name: str, index: int | None = None) -> list[Delta]:
         deltas = self.core.abort(name, index)
@@ -249,6 +261,7 @@ class FakeEngine:
 
     def assert_idle(self) -> None:
         """As after start, but for what is cached."""
+        assert not self.pool.pinned
         assert not self.core.has_work and not self.scheduler.waiting and not self.scheduler.running
         assert self.pool.num_free == self.pool.num_blocks - 1 and not any(self.pool.ref)
         assert sorted(self.scheduler.rows.free) == list(range(self.scheduler.limits.max_num_seqs))

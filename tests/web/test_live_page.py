@@ -88,7 +88,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
     prompt = int(re.search(r"0 of (\d+) cached", answer.inner_text())[1])  # type: ignore[index]
     full = (prompt + 120 - 1) // BLOCK_SIZE  # the last token is never computed
     cached = cached_before + full
-    assert counts(page) == {"held": 0, "shared": 0, "cached": cached, "sealed": cached, "free": BLOCKS - cached}
+    assert counts(page) == {"held": 0, "shared": 0, "cached": cached, "sealed": cached, "pinned": 0, "free": BLOCKS - cached}
     first = table(page)
     assert len(first) == full
     assert [index for index, _, _ in first] == list(range(len({block for _, block, _ in first})))

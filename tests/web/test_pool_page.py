@@ -175,6 +175,25 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     assert pool_host.keys == ["Bearer secret"]
 
 
+# promise: pinned-prefix-seen
+def test_a_pinned_block_is_marked_and_stays_in_use_without_a_request(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    story = Story(pool_host)
+    page = open_pool()
+    first, *others = story.model.seqs[0].table
+    legend, figures = page.locator(".pool-legend"), page.locator(".pool-figures")
+    expect(legend.locator("[data-kind=pinned]")).to_have_text("0")
+    shared = {"blocks": [[first, 2, 2, "ab" * 8, None, 1.5]], "events": [[3, 1.5, "pin", 1, 4]]}
+    pool_host.send({"kind": "delta", "at": 1.5, **shared})
+    expect(legend.locator("[data-kind=pinned]")).to_have_text("1")
+    expect(page.locator(".pool-news")).to_contain_text("a prefix of 4 tokens was pinned and stays in the cache, in 1 block")
+    alone = [[first, 1, 2, "ab" * 8, None, 1.5], *([block, 0, 0, "", None, None] for block in others)]
+    pool_host.send({"kind": "delta", "at": 2.0, "blocks": alone, "gone": [[0, "stop"]]})
+    expect(figures).to_contain_text("1 of 19 blocks in use")
+    expect(legend.locator("[data-kind=held]")).to_have_text("0")
+    page.locator(".pool-marks").hover(position=position(page, first))
+    expect(page.locator(".pool-detail")).to_contain_text(f"Block {first}: pinned, so it stays in the cache; full, digest abab")
+
+
 def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: OpenPage, pool_host: ViewHost) -> None:
     model = ViewModel(1, 20)
     model.admit()

@@ -1,0 +1,47 @@
+"""What a call of `LLM` has for its prompts: one value for all of them, or one for each. A refusal names the prompt."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+
+Encoded = tuple[str | None, list[int]]  # a prompt's text, where it has one, and its ids
+Item = TypeVar("Item")
+
+
+@contextmanager
+def prompt_named(index: int) -> Iterator[None]:
+    """A context that adds the prompt's `index` to a refusal."""
+    try:
+        yield
+    except RequestError as error:
+        error.index = index
+        raise
+
+
+def each_of(encode: Callable[[Item], Encoded], items: Sequence[Item]) -> list[Encoded]:
+    encoded = []
+    for index, item in enumerate(items):
+        with prompt_named(index):
+            encoded.append(encode(item))
+    return encoded
+
+
+def spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError("params must be SamplingParams, or a list of them, one for each prompt", "params")
+    if len(params) != count:
+        raise RequestError(f"{count} prompts, but {len(params)} sampling params", "params")
+    return params
+
+
+def spread_priority(priority: int | Sequence[int], count: int) -> Sequence[int]:
+    each = priority if isinstance(priority, Sequence) else [priority] * count
+    if len(each) != count or not all(type(one) is int and abs(one) < 2**31 for one in each):
+        raise RequestError("priority must be an integer below 2^31, or a list of them, one for each prompt", "priority")
+    return each
+

@@ -1,0 +1,111 @@
+"""`PinBook`: which prefixes are to be pinned, for all API processes and across restarts of engines.
+
+    one API process        a list in memory
+    several of them        a file without a name that all have open; whoever changes it locks it
+
+    bytes of the file      version, length: 8 bytes each | the entries, as msgpack
+
+An engine holds what is in the book, and loses it when it dies. Times are those of the monotonic clock, which all processes of a host
+share.
+"""
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from msgspec import Struct
+
+from octavo.errors import RequestError
+from octavo.policy.door import prefix_in_use
+
+MOST_PINS = 256
+_HEAD = struct.Struct("<QQ")
+
+
+class PinEntry(Struct, array_like=True, frozen=True):
+    pin_id: str
+    name: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+    maker: int  # id of the process that has it computed
+    made: float
+    made_at: float  # the same in unix seconds
+    ends: float | None  # None: when it is released
+    confirmed: bool = False  # all engines that were ready have it
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.ends is None else max(0.0, self.ends - time.monotonic())
+
+
+class PinBook:
+    def __init__(self, shared: int | None = None) -> None:
+        """`shared`: the descriptor of a file that other processes have open, too. A new one is empty."""
+        self._shared = shared
+        self._version = 0
+        self._entries: list[PinEntry] = []
+
+    def entries(self) -> list[PinEntry]:
+        """Returns all entries whose time is not over, the oldest first."""
+        with self._locked(fcntl.LOCK_SH):
+            return self._live()
+
+    def find(self, name: str) -> PinEntry | None:
+        return next((entry for entry in self.entries() if entry.name == name), None)
+
+    def add(self, entry: PinEntry) -> None:
+        with self._locked(fcntl.LOCK_EX):
+            live = self._live()
+            if any(other.name == entry.name for other in live):
+                raise prefix_in_use(entry.name)
+            if len(live) >= MOST_PINS:
+                raise RequestError(f"{len(live)} prefixes are pinned, which is the maximum; release one first", "name", "too_many_prefixes")
+            self._write([*live, entry])
+
+    def confirm(self, pin_id: str) -> bool:
+        """Notes that engines have it. Returns False if it was released or has ended meanwhile."""
+        with self._locked(fcntl.LOCK_EX):
+            live = self._live()
+            self._write([msgspec.structs.replace(entry, confirmed=True) if entry.pin_id == pin_id else entry for entry in live])
+            return any(entry.pin_id == pin_id for entry in live)
+
+    def remove(self, pin_id: str) -> None:
+        with self._locked(fcntl.LOCK_EX):
+            self._write([entry for entry in self._live() if entry.pin_id != pin_id])
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        """A context in which no other process changes the book. Its entries are the newest."""
+        if self._shared is None:
+            yield
+            return
+        fcntl.lockf(self._shared, kind)
+        try:
+            self._read(self._shared)
+            yield
+        finally:
+            fcntl.lockf(self._shared, fcntl.LOCK_UN)
+
+    def _live(self) -> list[PinEntry]:
+        now = time.monotonic()
+        return [entry for entry in self._entries if entry.ends is None or entry.ends > now]
+
+    def _read(self, shared: int) -> None:
+        head = os.pread(shared, _HEAD.size, 0)
+        version, length = _HEAD.unpack(head) if head else (0, 0)
+        if version != self._version:
+            self._version = version
+            self._entries = msgspec.msgpack.decode(os.pread(shared, length, _HEAD.size), type=list[PinEntry])
+
+    def _write(self, entries: list[PinEntry]) -> None:
+        self._entries = entries
+        self._version += 1
+        if self._shared is not None:
+            data = msgspec.msgpack.encode(entries)
+            data = _HEAD.pack(self._version, len(data)) + data
+            if os.pwrite(self._shared, data, 0) < len(data):
+                raise OSError(f"the list of pinned prefixes, {len(data)} bytes, could not be written: the disk is full")

@@ -1,0 +1,215 @@
+"""`Pins`: prefixes that are held for requests that will come.
+
+    begin      a request comes that computes a prefix: its blocks are counted, and its prompt is cut to whole blocks
+    settle     it has ended: the pin takes its blocks over before they are given back
+    note       another request was admitted: what it found in pinned blocks is counted
+    release    the pin's time is over, or nobody wants it any more
+
+A pin holds blocks like a block table does, so they are neither free nor evicted. It holds what a hit of the whole prefix needs: all
+blocks of a full group, and of a group with a window those that the window sees from the prefix's end. Blocks are counted when the
+request comes, before they are computed. Two pins that begin alike share blocks, which count once.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import lcm
+from typing import Literal
+
+from octavo.errors import RequestError
+from octavo.messages import AddRequest, Ending, Limits, PinState, SchedulerStats
+from octavo.policy.block_pool import BlockKey
+from octavo.policy.door import prefix_in_use
+from octavo.policy.kv_manager import KVManager, PrefixHit
+from octavo.policy.request import Sequence
+from octavo.sampling_params import SamplingParams
+
+OnChange = Callable[[Literal["pin", "unpin"], int, int], None]  # what happened, the blocks and tokens of the pin
+COMPUTE = SamplingParams(max_tokens=1, temperature=0.0)  # of a request that computes a prefix: nobody reads its token
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    pin_id: str
+    num_prompt: int  # tokens of the prompt that it is made of
+    num_tokens: int  # the first of those, in whole blocks
+    keys: list[BlockKey]  # of the blocks that a hit of the whole prefix needs
+    ends: float | None  # by the clock; None: when it is released
+    hits: int
+    tokens_saved: int
+    blocks: list[int] = field(default_factory=list)  # empty until it is computed
+    requests: set[str] = field(default_factory=set)  # that compute it
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.num_prompt, self.num_tokens, len(self.keys)
+
+
+class Pins:
+    def __init__(self, kv: KVManager, limits: Limits, stats: SchedulerStats, clock: Callable[[], float]) -> None:
+        self._kv = kv
+        self._limits = limits
+        self._stats = stats
+        self._clock = clock
+        self._span = lcm(*kv.spans)  # a prefix of so many tokens ends with a block of every cache group
+        self._pins: dict[str, Pin] = {}  # the oldest first
+        self._keys: Counter[BlockKey] = Counter()  # block -> how many pins hold it, or will
+        self._holder: dict[int, Pin] = {}  # block -> the oldest pin that holds it
+        self.on_change: OnChange = lambda what, num_blocks, num_tokens: None  # whoever watches for a while puts its own here
+        self.version = 0  # grows when a pin comes, is held, or goes
+
+    def __contains__(self, pin_id: str) -> bool:
+        return pin_id in self._pins
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks that are pinned, or will be when they are computed."""
+        return len(self._keys)
+
+    @property
+    def num_holders(self) -> Counter[int]:
+        """How many pins hold each block."""
+        return Counter(block for pin in self._pins.values() for block in pin.blocks)
+
+    def told(self) -> list[PinState]:
+        return [
+            PinState(pin.pin_id, bool(pin.blocks), *pin.sizes, pin.hits, pin.tokens_saved, self._left(pin)) for pin in self._pins.values()
+        ]
+
+    # --- making one --------------------------------------------------------------------------------------------------
+
+    def begin(self, message: AddRequest, most_beams: int) -> AddRequest:
+        """Returns the request with its prompt cut to whole blocks, or refuses it. `most_beams`: blocks that a search may grow to"""
+        order, prompt = message.pin, self._whole_blocks(message.prompt_token_ids)
+        assert order is not None and message.params.n == message.params.max_tokens == 1
+        keys = self._keys_of(prompt, message.cache_salt)
+        pin = self._pins.get(order.pin_id)
+        if pin is None:
+            self._check_room(keys, most_beams)
+            ends = None if order.seconds is None else self._clock() + order.seconds
+            sizes = len(message.prompt_token_ids), len(prompt)
+            pin = self._pins[order.pin_id] = Pin(order.pin_id, *sizes, keys, ends, order.hits, order.tokens_saved)
+            self._keys.update(keys)
+        elif pin.keys != keys:
+            raise prefix_in_use(order.pin_id)
+        pin.requests.add(message.request_id)
+        self.version += 1
+        return replace(message, prompt_token_ids=prompt)
+
+    def _whole_blocks(self, prompt: list[int]) -> list[int]:
+        """Returns the beginning of a prompt that can be held, and refuses one that has none."""
+        if not self._kv.caching:
+            raise RequestError("prefix caching is off, and a pinned prefix is a part of it: leave out --no-enable-prefix-caching", "prompt")
+        if len(prompt) < self._span:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and whole blocks of {self._span} are held: it must have at least {self._span}",
+                "prompt",
+                "prefix_too_short",
+            )
+        return prompt[: len(prompt) // self._span * self._span]
+
+    def _keys_of(self, prompt: list[int], salt: str) -> list[BlockKey]:
+        kv, digests = self._kv, list[bytes]()
+        kv.digests.extend(digests, kv.root(salt), array("i", prompt), kv.block_size, len(prompt) // kv.block_size, {})
+        return kv.keys_of(digests)
+
+    def _check_room(self, keys: list[BlockKey], most_beams: int) -> None:
+        """Refuses a pin that is too large. A pin must leave room for the longest request, which would wait for ever without it."""
+        asked, pinned, most = sum(key not in self._keys for key in keys), self.num_blocks, self._limits.max_pinned_blocks
+        if pinned + asked > most:
+            raise RequestError(
+                f"the prefix needs {asked} blocks and {pinned} are pinned, but at most {most} may be (--max-pinned-blocks)",
+                "prompt",
+                "pinned_blocks_exceeded",
+            )
+        longest = min(self._limits.max_model_len - 1, self._limits.cache_tokens)  # the last token is never computed
+        usable, kept = self._kv.pool.num_blocks - 1, max(self._kv.blocks_for(longest), most_beams)
+        if pinned + asked + kept > usable:
+            raise RequestError(
+                f"the prefix needs {asked} blocks and {pinned} are pinned, but of the {usable} blocks of the KV cache {kept} must stay "
+                f"for {'a beam search that runs' if kept == most_beams else f'a request of {longest + 1} tokens'}; lower --max-model-len "
+                "or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
+                "prompt",
+                "pinned_blocks_exceeded",
+            )
+
+    def settle(self, seq: Sequence, reason: Ending) -> None:
+        """A request that computes a prefix has ended. If it came to its end, the pin takes its blocks, which it still has."""
+        assert seq.request.pin is not None
+        pin = self._pins.get(seq.request.pin.pin_id)
+        if pin is None:
+            return  # released meanwhile
+        pin.requests.discard(seq.request.request_id)
+        if reason in ("stop", "length") and not pin.blocks:
+            pin.blocks = self._kv.find_all(seq)
+            self._kv.pool.pin(pin.blocks)
+            self._know_holders()
+            self.on_change("pin", len(pin.blocks), pin.num_tokens)
+        if not pin.blocks and not pin.requests:
+            self._drop(pin)
+        self.version += 1
+
+    def _know_holders(self) -> None:
+        self._holder = {block: pin for pin in reversed(self._pins.values()) for block in pin.blocks}
+
+    # --- using one ---------------------------------------------------------------------------------------------------
+
+    def note(self, seq: Sequence, hit: PrefixHit) -> int:
+        """Counts what an admitted request found in pinned blocks, for the oldest pin that has it. Returns how many tokens."""
+        if not self._holder or seq.request.pin is not None:
+            return 0
+        table = hit.tables[0]
+        last = next((index for index in reversed(range(len(table))) if table[index] in self._holder), None)
+        if last is None:
+            return 0
+        pin, tokens = self._holder[table[last]], (last + 1) * self._kv.spans[0]
+        pin.hits += 1
+        pin.tokens_saved += tokens
+        self._stats.pin_hits += 1
+        self._stats.pin_tokens += tokens
+        return tokens
+
+    # --- ending one --------------------------------------------------------------------------------------------------
+
+    def release(self, pin_id: str) -> list[str]:
+        """Ends a pin, if there is one. Who shares its blocks keeps them. Returns the requests that still compute it."""
+        pin = self._pins.get(pin_id)
+        if pin is None:
+            return []
+        self._drop(pin)
+        return sorted(pin.requests)
+
+    def expire(self) -> None:
+        """Ends the pins whose time is over. One that is being computed ends when it is."""
+        now = self._clock()
+        for pin in [pin for pin in self._pins.values() if pin.blocks and pin.ends is not None and pin.ends <= now]:
+            self._drop(pin)
+
+    def seconds_left(self) -> float | None:
+        """Returns the seconds until the next pin ends, or None if none does."""
+        found = [left for pin in self._pins.values() if pin.blocks and (left := self._left(pin)) is not None]
+        return min(found, default=None)
+
+    def _left(self, pin: Pin) -> float | None:
+        return None if pin.ends is None else max(0.0, pin.ends - self._clock())
+
+    def _drop(self, pin: Pin) -> None:
+        del self._pins[pin.pin_id]
+        self._keys -= Counter(pin.keys)
+        if pin.blocks:
+            self._kv.pool.unpin(pin.blocks)
+            self._know_holders()
+            self.on_change("unpin", len(pin.blocks), pin.num_tokens)
+        self.version += 1
+
+    def check(self) -> None:
+        """Asserts what must hold of pins: their blocks are the ones that their keys find, and all are counted."""
+        pool = self._kv.pool
+        assert pool.pinned == self.num_holders, "pool and pins disagree on what is pinned"
+        assert self._keys == Counter(key for pin in self._pins.values() for key in pin.keys), "pinned blocks are counted wrong"
+        for pin in self._pins.values():
+            assert pin.blocks or pin.requests, f"nobody computes pin {pin.pin_id}"
+            assert not pin.blocks or [pool.lookup(key) for key in pin.keys] == pin.blocks, f"pin {pin.pin_id} cannot be found"
+        longest = min(self._limits.max_model_len - 1, self._limits.cache_tokens)
+        assert not self._pins or self.num_blocks + self._kv.blocks_for(longest) < pool.num_blocks, "no room for the longest request"

@@ -1,0 +1,178 @@
+"""Pinned prefixes in engine processes: every engine has them, also one that was started again, and none stays behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+import pytest
+
+from octavo import LLM
+from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.pin_book import MOST_PINS, PinBook, PinEntry
+from octavo.engine.supervisor import Serving
+from octavo.errors import RequestError, UnavailableError
+from octavo.messages import LifeRecord
+from octavo.sampling_params import SamplingParams
+from tests.support.engine_process import ask, engine_process, is_idle, read, run, until
+
+PREFIX = [5 + at % 90 for at in range(50)]  # 3 blocks of 16, and two tokens
+PAIR = Serving(engines=2, max_restarts=100, beat_timeout=1.5, routing="turns")
+SHORT = {"max_model_len": 256, "num_gpu_blocks_override": 100}
+
+
+async def life(llm: AsyncLLM, question: Ask) -> LifeRecord:
+    found = (await read(llm, question))[-1].life
+    assert found is not None
+    return found
+
+
+def longer(tail: int, salt: str = "", count: int = 2) -> Ask:
+    return replace(ask([*PREFIX, tail], count), cache_salt=salt)
+
+
+def kill(llm: AsyncLLM, engine: int) -> None:
+    pid = llm.replicas[engine].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+# promise: pinned-prefix
+def test_a_pin_comes_back_with_its_engine_and_ends_in_the_middle_of_its_use(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=5", Serving(max_restarts=9), **SHORT) as llm:
+            made = await llm.pins.pin("one", PREFIX, "salt")
+            assert (made.prompt_tokens, made.num_tokens, made.num_blocks, made.held) == (50, 48, 3, True)
+            lives = [await life(llm, longer(tail, salt)) for tail, salt in ((1, "salt"), (2, ""), (3, "other"))]
+            assert [one.pinned_tokens for one in lives] == [48, 0, 0]
+            kill(llm, 0)
+            await until(lambda: llm.replicas[0].state == "dead", 5)
+            with pytest.raises(UnavailableError):
+                await llm.pins.pin("two", PREFIX)
+            await until(lambda: llm.state == "ready" and llm.pins.list()[0].held, 20)
+            assert (await life(llm, longer(4, "salt"))).cached_tokens == 48
+            (found,) = llm.pins.list()
+            assert (found.name, found.hits, found.tokens_saved) == ("one", 2, 96), "an engine that was started again goes on counting"
+
+            timed = await llm.pins.pin("timed", PREFIX[::-1], seconds=0.3)
+            assert timed.seconds_left is not None and 0 < timed.seconds_left < 0.3
+            using = [asyncio.create_task(life(llm, question)) for question in (longer(5, "salt", 100), ask([*PREFIX[::-1], 1], 100))]
+            await until(lambda: llm.stats.pin_hits == 4, 5)
+            assert llm.pins.release("one") and not llm.pins.release("one")
+            await until(lambda: llm.stats.pinned_blocks == 0, 5, "a pin did not end while it was used")
+            assert llm.stats.running == 2 and not llm.pins.list()
+            assert [one.pinned_tokens for one in await asyncio.gather(*using)] == [48, 48]
+            await llm.pins.pin("idle", PREFIX, seconds=0.2)
+            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, 5, "a pin did not end while nothing happened")
+
+    run(main())
+
+
+# promise: pinned-prefix-everywhere
+def test_every_engine_holds_it_after_deaths_and_a_rolling_restart(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "", PAIR, **SHORT) as llm:
+            await llm.pins.pin("one", PREFIX)
+            assert llm.stats.pinned_blocks == 6 and [(await life(llm, longer(tail))).pinned_tokens for tail in (1, 2)] == [48, 48]
+            with pytest.raises(RequestError, match=r"needs 25 blocks and 3 are pinned, but at most 24 may be \(--max-pinned-blocks\)"):
+                await llm.pins.pin("large", [7] * 240 + [8] * 10 + list(range(3, 154)))
+            with pytest.raises(RequestError, match="there is a prefix with the name 'one'"):
+                await llm.pins.pin("one", PREFIX)
+            kill(llm, 1)
+            await until(lambda: not llm.replicas[1].is_ready, 5)
+            assert (await life(llm, longer(3))).pinned_tokens == 48
+            await until(lambda: llm.replicas[1].is_ready and llm.pins.list()[0].held, 20)
+            await llm.restart(5.0)
+            await until(lambda: llm.pins.list()[0].held, 20)
+            assert [(await life(llm, longer(tail))).pinned_tokens for tail in (4, 5)] == [48, 48]
+            assert llm.pins.list()[0].hits == 5
+            assert llm.pins.release("one")
+            await until(lambda: is_idle(llm), 5)
+
+    run(main())
+
+
+def test_who_gives_up_an_order_and_what_nobody_wants_is_released(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=300", Serving(), max_num_batched_tokens=16, max_num_seqs=4, **SHORT) as llm:
+            order = asyncio.create_task(llm.pins.pin("one", PREFIX))
+            await until(lambda: llm.stats.running == 1, 5)
+            assert not llm.pins.list()[0].held
+            order.cancel()
+            await until(lambda: is_idle(llm) and not llm.pins.list() and not llm.replicas[0].pins, 5)
+            order = asyncio.create_task(llm.pins.pin("two", PREFIX))
+            await until(lambda: llm.stats.running == 1, 5)
+            llm.pins.release("two")
+            with pytest.raises(RequestError, match="the prefix was released"):
+                await order
+            stray = await llm.pins.pin("stray", PREFIX)
+            (entry,) = llm.pins._book.entries()
+            llm.pins._book.remove(entry.pin_id)  # as if its release had not reached the engine
+            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, 5)
+            assert stray.held
+
+    run(main())
+
+
+def entry(name: str, seconds: float | None = None, maker: int = 0) -> PinEntry:
+    now = time.monotonic()
+    return PinEntry(f"id-{name}", name, [1, 2, 3], "", maker or os.getpid(), now, now, None if seconds is None else now + seconds)
+
+
+def test_processes_share_a_book() -> None:
+    with tempfile.TemporaryFile() as file:
+        first, second = PinBook(file.fileno()), PinBook(file.fileno())
+        first.add(entry("one"))
+        with pytest.raises(RequestError, match="there is a prefix with the name 'one'"):
+            second.add(entry("one"))
+        second.add(entry("brief", seconds=0.05))
+        assert [each.name for each in first.entries()] == ["one", "brief"] and first.confirm("id-one")
+        assert [each.confirmed for each in second.entries()] == [True, False]
+        time.sleep(0.06)
+        assert [each.name for each in second.entries()] == ["one"] and not second.confirm("id-brief")
+        code = f"from octavo.engine.pin_book import PinBook; PinBook({file.fileno()}).remove('id-one')"
+        subprocess.run([sys.executable, "-c", code], pass_fds=[file.fileno()], check=True)
+        assert first.entries() == []
+        for number in range(MOST_PINS):
+            first.add(entry(str(number)))
+        with pytest.raises(RequestError, match=f"{MOST_PINS} prefixes are pinned, which is the maximum"):
+            second.add(entry("more"))
+
+
+def test_an_order_whose_process_has_died_is_dropped(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "", Serving(), **SHORT) as llm:
+            gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+            llm.pins._book.add(entry("orphan", maker=int(gone.stdout)))
+            await until(lambda: not llm.pins.list(), 5)
+
+    run(main())
+
+
+# promise: pin-prefix, pinned-prefixes, unpin-prefix
+def test_the_python_api_pins_lists_and_releases(stories: str) -> None:
+    with LLM(stories, max_model_len=128, num_gpu_blocks_override=40, block_size=8) as llm:
+        free = llm.stats().free_blocks
+        made = llm.pin_prefix("story", "Once upon a time, there was a little girl named Lily. She loved to play outside.")
+        assert made.num_tokens == made.num_blocks * 8 and 0 <= made.prompt_tokens - made.num_tokens < 8
+        with pytest.raises(RequestError, match="there is a prefix with the name 'story'"):
+            llm.pin_prefix("story", "Once")
+        with pytest.raises(RequestError, match="give either prompt or messages"):
+            llm.pin_prefix("other")
+        llm.reset_prefix_cache()
+        text = "Once upon a time, there was a little girl named Lily. She loved to play outside. One day"
+        output = llm.generate(text, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0]
+        assert output.num_cached_tokens == output.metrics.pinned_tokens == made.num_tokens
+        (found,) = llm.pinned_prefixes()
+        assert (found.hits, found.tokens_saved) == (1, made.num_tokens)
+        llm.unpin_prefix("story")
+        with pytest.raises(RequestError, match="there is no pinned prefix with the name 'story'"):
+            llm.unpin_prefix("story")
+        assert output.outputs[0].text == llm.generate(text, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0].outputs[0].text
+        llm.pin_prefix("brief", list(range(3, 40)), ttl=0.05)
+        time.sleep(0.06)
+        assert llm.pinned_prefixes() == [] and llm.stats().free_blocks == free
