@@ -132,6 +132,7 @@ class LifeRecord:
     cached_tokens: int = 0
     pinned_tokens: int = 0  # of those, found in a pinned prefix
     hit_reason: HitReason | None = None
+    hit_group: int | None = None  # of several cache groups, the one whose missing block ended the hit
     engine: int = 0  # which of several engines computes it, and why that one
     routing: str = ""  # empty: there is one engine
     resumed: int = 0  # how often it was moved, because its engine died or was replaced

@@ -54,6 +54,7 @@ class Trip:
                 cached_tokens=before.cached_tokens if before.hit_reason else life.cached_tokens,
                 pinned_tokens=before.pinned_tokens if before.hit_reason else life.pinned_tokens,
                 hit_reason=before.hit_reason or life.hit_reason,
+                hit_group=before.hit_group if before.hit_reason else life.hit_group,
             )
         self._life = replace(life, engine=self.replica.number, routing=self.choice.reason, resumed=self.resumed)
         return self._life

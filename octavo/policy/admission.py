@@ -110,6 +110,7 @@ class Admission:
             life.first_scheduled = self.clock()
             self.unscheduled.pop(seq.request.request_id, None)  # one that was begun elsewhere is not there: it never expires
             life.hit_reason = hit.reason
+            life.hit_group = None if hit.missed is None or len(self.kv.groups) == 1 else hit.missed[0]
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens
             self.stats.prefix_hits += hit.num_tokens

@@ -77,6 +77,7 @@ def _told(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[str, ob
         "cached_tokens": life.cached_tokens,
         "pinned_tokens": life.pinned_tokens,
         "hit_reason": life.hit_reason,
+        **({} if life.hit_group is None else {"hit_group": life.hit_group}),
         "preemptions": life.preemptions,
         "recomputed_tokens": life.recomputed_tokens,
         **({"engine": life.engine, "routing": life.routing, "resumed": life.resumed} if life.routing else {}),

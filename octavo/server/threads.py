@@ -6,14 +6,18 @@
     tokenize       /tokenize and /detokenize
 
 The threads share the interpreter with the event loop (see `run.SWITCH_SECONDS`); the tokenizer's library releases it while it works.
+The parser of JSON does not: 8 MB of numbers take a fifth of a second, in which the loop stands still. So after a body its thread rests
+for as long as the body took, and whatever small requests wait for is done between two bodies.
 Each thread has its own heap, and the C library keeps what was freed in it. So a second after large work all free memory is given back
 to the system, at most once a second.
 """
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal, TypeVar
 
 from starlette.requests import Request
@@ -33,15 +37,27 @@ class Threads:
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(count, f"octavo-{kind}") for kind, count in NUM_THREADS.items()}
         self._give_back: asyncio.TimerHandle | None = None
+        self._rests_until = 0.0  # by the monotonic clock
 
     async def run(self, kind: Kind, request: Request, work: Callable[[], Result]) -> Result:
         """Returns the result of `work`. If the client of `request` leaves before its turn comes, `work` is not done."""
-        task = self._pools[kind].submit(contextvars.copy_context().run, work)
+        paced = partial(self._with_rests, work) if kind == "bodies" else work
+        task = self._pools[kind].submit(contextvars.copy_context().run, paced)
         try:
             return await unless(disconnect(request.receive), asyncio.wrap_future(task))
         finally:
             if kind in LARGE:
                 self._give_back_soon()
+
+    def _with_rests(self, work: Callable[[], Result]) -> Result:
+        """Does it after a rest that is as long as the work before, counted from the end of that. There is one thread of this kind."""
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        start = time.monotonic()
+        try:
+            return work()
+        finally:
+            end = time.monotonic()
+            self._rests_until = end + (end - start)
 
     def _give_back_soon(self) -> None:
         if self._give_back is None:

@@ -75,6 +75,8 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_start_from() -> None:
     assert engine.kv.match(seq).num_tokens == 8
     engine.run()
     engine.assert_exact()
+    lives = [engine.asked[name][1].life for name in ("warm", "r")]
+    assert [(life.hit_reason, life.hit_group, life.cached_tokens) for life in lives] == [("cold", 0, 0), ("evicted", 1, 8)]
 
 
 def test_one_who_waits_for_a_block_of_a_window_goes_on_when_it_is_sealed() -> None:

@@ -96,3 +96,22 @@ def test_what_large_work_freed_goes_back_to_the_system_once_for_all_of_it(monkey
         threads.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_the_thread_of_bodies_rests_between_two_as_long_as_the_first_took_and_nobody_waits_for_the_last_rest() -> None:
+    async def main() -> None:
+        threads, times = Threads(), list[tuple[float, float]]()
+
+        def work() -> float:
+            start = time.monotonic()
+            time.sleep(0.3)
+            times.append((start, time.monotonic()))
+            return times[-1][1]
+
+        one, two = await asyncio.gather(*(threads.run("bodies", Client().request, work) for _ in range(2)))
+        assert time.monotonic() - two < 0.2, "the answer does not wait for the rest"
+        (start, end), (again, _) = times
+        assert (one, two) == (end, times[1][1]) and again - end >= 0.99 * (end - start)
+        threads.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
