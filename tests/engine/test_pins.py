@@ -98,7 +98,7 @@ def test_every_engine_holds_it_after_deaths_and_a_rolling_restart(endless: str) 
 
 def test_who_gives_up_an_order_and_what_nobody_wants_is_released(endless: str) -> None:
     async def main() -> None:
-        async with engine_process(endless, "forward.sleep=300", Serving(), max_num_batched_tokens=16, max_num_seqs=4, **SHORT) as llm:
+        async with engine_process(endless, "forward.sleep=200", Serving(), max_num_batched_tokens=16, max_num_seqs=4, **SHORT) as llm:
             order = asyncio.create_task(llm.pins.pin("one", PREFIX))
             await until(lambda: llm.stats.running == 1, 5)
             assert not llm.pins.list()[0].held
