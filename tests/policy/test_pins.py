@@ -132,13 +132,18 @@ def test_emptying_the_cache_leaves_pins_and_what_is_being_pinned() -> None:
     assert found(engine, "second", [*OTHERS[0], 1]) == (20, 20)
 
 
-def test_a_prefix_that_somebody_computes_beside_it_is_held_though_that_copy_is_evicted() -> None:
-    engine = FakeEngine(num_blocks=18, max_len=32, budget=16, rows=2)
-    engine.add("aloof", PROMPT[:8], SamplingParams(max_tokens=1, prompt_logprobs=0))  # reads no cache, so it computes a copy
+def test_what_somebody_else_has_computed_first_is_held_where_the_cache_finds_it() -> None:
+    engine = FakeEngine(num_blocks=40, max_len=40, budget=8, rows=2)
     engine.pin("one", PROMPT)
+    engine.step()
+    engine.add("aloof", PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0))  # reads no cache, so it computes copies
+    engine.step()
+    engine.scheduler._preempt(engine.scheduler.running[0])
+    engine.pool.forget()  # so that the other one is ahead
     engine.run()
-    flood(engine)
     assert found(engine, "later", [*PROMPT, 1]) == (24, 24)
+    engine.unpin("one")
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
