@@ -10,7 +10,7 @@ A scene that is over shows the last moment at which blocks were in use: after it
 import { getJson, postJson } from "./api.js";
 
 const RECORDING = "./web/lesson.ndjson";
-const LATE_MS = 3000; // how long the stream may take to tell the end of a scene that is over
+const LATE_MS = 10_000; // how long the stream may take to tell the end of a scene that is over
 
 export async function openPlayer(view) {
   await serverKnown(view);
