@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,39 +105,43 @@ def kill_or_stop(server: ServerProcess, rng: random.Random) -> None:
     os.kill(rng.choice(sorted(engines(server).values())), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
 
 
-async def storm(
-    server: ServerProcess, quiet: list[Answer], seconds: float, pauses: tuple[float, float], blow: Blow
-) -> tuple[int, int, int]:
-    """Returns how many were answered as on the quiet server, how many of them moved, and how many engines died."""
-    rng, clients = random.Random(11), len(quiet)
-    answered = moved = deaths = 0
+async def clients(server: ServerProcess, quiet: list[Answer], end: float) -> tuple[int, int]:
+    """Returns how many were answered as on the quiet server, and how many of them moved."""
+    answered = moved = 0
 
     async def client(number: int) -> None:
         nonlocal answered, moved
         while time.monotonic() < end:
-            number = (number + 13) % clients
+            number = (number + 13) % len(quiet)
             found = await asked(server, number)
             assert found.is_like(quiet[number]), f"{question(number)}: {found} and not {quiet[number]}"
             answered, moved = answered + 1, moved + (found.resumed > 0)
 
-    end = time.monotonic() + seconds
-    work = [asyncio.create_task(client(number)) for number in range(clients)]
-    while time.monotonic() < end:
-        await asyncio.sleep(rng.uniform(*pauses))
-        if (await asyncio.to_thread(ready, server))[0] == 3:  # whoever loses two engines without a token between is failed
-            blow(server, rng)  # here, for Ray starts nodes in the main thread alone
-            deaths += 1
-    await asyncio.gather(*work)
-    return answered, moved, deaths
+    await asyncio.gather(*(client(number) for number in range(len(quiet))))
+    return answered, moved
 
 
-def survives(folder: str, clients: int, seconds: float, deaths: int, *flags: str, blow: Blow = kill_or_stop) -> str:
+def storm(server: ServerProcess, quiet: list[Answer], seconds: float, blow: Blow) -> tuple[int, int, int]:
+    """Returns how many were answered, how many of them moved, and how many engines died. Clients have a thread of their own, for a blow
+    may take long, and Ray starts nodes in the main thread alone."""
+    rng, end, deaths = random.Random(11), time.monotonic() + seconds, 0
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(asyncio.run, clients(server, quiet, end))
+        while time.monotonic() < end and not served.done():
+            time.sleep(rng.uniform(1.0, 3.0))
+            if ready(server)[0] == 3:  # whoever loses two engines without a token between is failed
+                blow(server, rng)
+                deaths += 1
+        return *served.result(), deaths
+
+
+def survives(folder: str, num_clients: int, seconds: float, deaths: int, *flags: str, blow: Blow = kill_or_stop) -> str:
     with ServerProcess("octavo serve", folder, *FLAGS, *flags, env={"OMP_NUM_THREADS": "1"}, watch="") as server:
         wait_for(lambda: ready(server) == (3, 3), 60)
-        quiet = asyncio.run(one_by_one(server, clients))
+        quiet = asyncio.run(one_by_one(server, num_clients))
         before = server.memory("VmRSS")
         try:
-            answered, moved, died = asyncio.run(storm(server, quiet, seconds, (1.0, 3.0), blow))
+            answered, moved, died = storm(server, quiet, seconds, blow)
         except Exception as error:
             error.add_note(server.stderr[-5000:])
             raise
