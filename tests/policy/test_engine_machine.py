@@ -66,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             rows=rows,
             budget=rows * row_tokens + spare,
-            most_len=min(MOST_TOKENS, num_blocks * block_size // shorter),
+            most_len=max(2, min(MOST_TOKENS, num_blocks * block_size // shorter)),
             depth=depth if stages == 1 else 1,
             caching=caching,
             by_priority=by_priority,
