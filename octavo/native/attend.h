@@ -7,12 +7,15 @@
 namespace octavo {
 
 struct Merge {  // parts of one context that have to become one
-    int64_t token, queries, kv_head, partial, parts;
+    int64_t token, queries, kv_head;
+    int64_t first, parts;  // where they lie: in Tasks.places, and how many
 };
 
 struct Tasks {
     std::vector<Task> tasks;
     std::vector<Merge> merges;
+    std::vector<int64_t> places;  // of parts, among the partial results
+    std::vector<int32_t> tokens;  // that tasks point to
     int64_t partials = 0;
 };
 

@@ -258,7 +258,8 @@ def attend_case(case: AttentionCase, name: str, title: str) -> Case:
 def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, caches: tuple[Cache, Cache]) -> Case:
     found = Case(kernel, title, model_numbers(case), step_arrays(case))
     found.arrays |= {"qkv": qkv, **cache_arrays(caches)}
-    found.arrays["shared"] = np.array(case.shared or [0] * len(case.rows), np.int32) * np.int32(case.block_size)
+    shared = case.shared_keys
+    found.arrays |= {"shared_start": shared.start, "shared_nodes": shared.nodes, "shared_rows": shared.rows}
     with_attention(found, case)
     if case.norms is not None:
         found.arrays |= {"layer0.q_norm": case.norms[0], "layer0.k_norm": case.norms[1]}
