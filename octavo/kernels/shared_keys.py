@@ -42,6 +42,7 @@ class ReadCost:
 
 
 NATIVE_COST = ReadCost(node=48, row=8)
+TORCH_COST = ReadCost(node=600, row=20)
 
 
 NOTHING = SharedKeys(np.zeros((0, 4), np.int32), np.zeros(0, np.int32))

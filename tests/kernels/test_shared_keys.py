@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST, ReadCost, SharedKeys, SharedReads, choose_nodes
@@ -124,3 +122,20 @@ def test_every_block_is_read_once_while_rows_come_fork_write_and_go(seed: int) -
     for _ in range(60):
         rows.table.apply(rows.change())
         rows.step()
+
+
+def chosen(rows: int, alike: list[int], cost: ReadCost) -> list[tuple[int, int, list[int]]]:
+    keys = choose_nodes(list(range(rows)), alike, cost)
+    return [(node[BEGIN], node[END], keys.rows[node[FIRST] : node[FIRST] + node[COUNT]].tolist()) for node in keys.nodes.tolist()]
+
+
+def test_a_node_is_made_where_it_saves_more_than_it_costs() -> None:
+    """Rows 0 to 3 share 16 keys, 0 and 1 share 100 more, 2 and 3 share 84 more."""
+    alike = [0, 116, 16, 100]
+    assert chosen(4, alike, FREE) == [(0, 16, [0, 1, 2, 3]), (16, 116, [0, 1]), (16, 100, [2, 3])]
+    # 16 keys are saved by all four beside their nodes, 100 and 84 by the pairs. A pair that goes without what all share reads it too.
+    assert chosen(4, alike, ReadCost(60, 10)) == [(0, 116, [0, 1]), (0, 100, [2, 3])]
+    assert chosen(4, alike, ReadCost(95, 10)) == [(0, 116, [0, 1])]
+    assert chosen(4, alike, ReadCost(200, 10)) == []
+    # If no pair is worth a node, what all share is read by four rows, not by two nodes.
+    assert chosen(4, [0, 20, 16, 20], ReadCost(10, 5)) == [(0, 16, [0, 1, 2, 3])]

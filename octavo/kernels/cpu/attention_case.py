@@ -162,17 +162,20 @@ class AttentionCase:
         qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
         cos, sin = np.cos(self.angles), np.sin(self.angles)
         layer = self.layer(cos, sin, k, v)
-        model = Model(num_layers=1, cache_kind=self.cache_kind, eps=1e-6, layers=ctypes.pointer(layer))
+        model, step = Model(num_layers=1, cache_kind=self.cache_kind, eps=1e-6, layers=ctypes.pointer(layer)), self.step()
+        library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
+        library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
+        return qkv, out, k, v
+
+    def step(self) -> Step:
+        """It points to the arrays of the case."""
         shared = self.shared_keys
-        step = Step(
+        return Step(
             num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
             slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),
             tables=address(self.tables), shared_start=address(shared.start), shared_nodes=address(shared.nodes),
             shared_rows=address(shared.rows),
         )  # fmt: skip
-        library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
-        library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
-        return qkv, out, k, v
 
     def layer(self, cos: Floats, sin: Floats, k: Cache, v: Cache) -> Layer:
         """What attention has of a layer. It points to the arrays, and keeps none of them."""

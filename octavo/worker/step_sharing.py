@@ -9,7 +9,7 @@ from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.request_table import RequestTable
 
 
-class SharedRows:
+class StepSharing:
     def __init__(self, table: RequestTable, spans: Sequence[int], cost: ReadCost) -> None:
         """`table`: in the memory of the host. `spans`: tokens in a block of each cache group"""
         lines, layout = table.words.numpy(), table.layout
