@@ -123,7 +123,7 @@ class SharedReads:
     def __init__(self, tables: Words, span: int, cost: ReadCost) -> None:
         """`tables`: [rows, blocks], as the plans change them. `span`: tokens in a block"""
         self._order = RowOrder(tables)
-        self._span, self._cost = span, cost
+        self._span, self.cost = span, cost
         self._step = 0
         self._seen = np.zeros(len(tables), np.int64)  # the last step of each row; 0: it has no place
         self._version = np.full(len(tables), -1, np.int64)  # of each row's table, when it got its place
@@ -160,7 +160,7 @@ class SharedReads:
         (here,) = (places >= 0).nonzero()
         alike = np.minimum.reduceat(np.array([*self._order.alike, 0]), np.r_[0, here + 1])[: len(here)]  # also with rows that are not here
         alike[:1] = 0
-        return choose_nodes(places[here], alike * self._span, self._cost) if alike.any() else NOTHING
+        return choose_nodes(places[here], alike * self._span, self.cost) if alike.any() else NOTHING
 
 
 @dataclass(slots=True)

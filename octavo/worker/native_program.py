@@ -74,7 +74,7 @@ class NativeProgram:
         self._spans = [links * block_size for links in table.layout.links]  # tokens in a block of each cache group
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
-        self._sharing = StepSharing(table, self._spans, NATIVE_COST)
+        self.sharing = StepSharing(table, self._spans, NATIVE_COST)
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
@@ -153,7 +153,7 @@ class NativeProgram:
 
     def shared_keys(self, step: StepTensors) -> AllShared:
         """Returns which keys entries of the step read together. Whoever calls the library with it keeps it until then."""
-        return AllShared.of(self._sharing.of(step))
+        return AllShared.of(self.sharing.of(step))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.logits_in(len(hidden), hidden)

@@ -109,7 +109,7 @@ class Eager:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # of each layer
         most_rows, device = len(table.words), table.words.device
-        self._sharing = StepSharing(table, self._spans, TORCH_COST) if device.type == "cpu" else None
+        self.sharing = StepSharing(table, self._spans, TORCH_COST) if device.type == "cpu" else None
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
@@ -162,7 +162,7 @@ class Eager:
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
         """Returns the batch of the first cache group, which knows those of the others."""
-        shared = [NOTHING] * len(self._spans) if self._sharing is None else self._sharing.of(step)
+        shared = [NOTHING] * len(self._spans) if self.sharing is None else self.sharing.of(step)
         batch, *others = [self._batch_of(group, step, shape, keys) for group, keys in enumerate(shared)]
         if others:
             batch.by_layer = [[batch, *others][group] for group in self._groups]

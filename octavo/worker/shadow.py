@@ -317,6 +317,7 @@ class ShadowedProgram:
 
 def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> ShadowedProgram:
     layers = NativeLayers(program, ShadowedAttention(program, caches, shadow))
+    program.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         step = program.prepared(shape)
@@ -330,6 +331,8 @@ def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> Sh
 
 def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
     """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
+    if eager.sharing is not None:
+        eager.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         shadow.watches = True

@@ -17,6 +17,11 @@ class StepSharing:
         self._reads = [SharedReads(lines[:, first : first + layout.max_blocks], span, cost) for first, span in zip(firsts, spans)]
         self._changes = table.changes
 
+    def share_all(self) -> None:
+        """Makes entries read together whatever they can, worth it or not: for proofs, whose contexts are short."""
+        for reads in self._reads:
+            reads.cost = ReadCost(0, 0)
+
     def of(self, step: StepTensors) -> list[SharedKeys]:
         """Returns the nodes of each cache group, of entries that have one token. It may be asked for again."""
         host = step.on_host()
