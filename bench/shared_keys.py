@@ -99,7 +99,7 @@ def host(rows: int, blocks: int) -> None:
     reads = SharedReads(tables, 16, ReadCost(48, 8))
     first, same = once(reads), float(np.median([once(reads) for _ in range(50)]))
     new = []
-    for row in range(20):
+    for row in range(min(rows, 20)):
         versions[row] += 1
         new.append(once(reads))
     times = f"like the step before {same:.3f} ms, with a new row {np.median(new):.3f} ms, all of them new {first:.1f} ms"

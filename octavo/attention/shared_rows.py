@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.reference.attention import attend_by_scores, zero_tail
+from octavo.kernels.reference.attention import attend_part, zero_tail
 from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST
 
 LOWEST = -1e30  # finite, and below any log-sum-exp
@@ -101,8 +101,7 @@ def attend_shared(
 
     def add(tokens: Tensor, shape: tuple[int, int], keys: Keys, mask: Tensor | None) -> None:
         queries = q.index_select(0, tokens).float().view(*shape, *q.shape[1:])
-        lse = torch.empty(queries.shape[:3])
-        mixed = attend_by_scores(queries, *keys, mask, spec.scale, spec.soft_cap, lse=lse)
+        mixed, lse = attend_part(queries, *keys, mask, spec.scale, spec.soft_cap)
         merged.add(tokens, mixed.flatten(0, 1), lse.flatten(0, 1))
 
     for node in shared.nodes:

@@ -46,6 +46,7 @@ def test_the_proof_of_paging_reads_together_what_it_can(folder: str, native: boo
     assert len(found) > 50 and max(len(keys.nodes) for keys in found) > 1
 
 
+# promise: shared-reads
 @BOTH
 def test_samples_and_beams_are_the_same_whether_or_not_they_read_together(
     folder: str, native: bool, found: list[SharedKeys], monkeypatch: pytest.MonkeyPatch

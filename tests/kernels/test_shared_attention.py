@@ -68,6 +68,7 @@ def check(case: AttentionCase) -> None:
     assert torch.equal(attended(ContiguousBackend, case, in_regions(case, cache), shared), together)
 
 
+# promise: shared-reads
 @pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, False), (0, 3.0, True), (40, 0.0, False), (170, 1.0, True)])
 @pytest.mark.parametrize("kind", [F32, Q8], ids=["float32", "int8"])
 def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(kind: int, window: int, cap: float, sinks: bool) -> None:

@@ -116,6 +116,7 @@ class Rows:
         assert blocks_read(keys, list(map(len, full))) == different_beginnings(full)
 
 
+# promise: shared-reads
 @pytest.mark.parametrize("seed", range(40))
 def test_every_block_is_read_once_while_rows_come_fork_write_and_go(seed: int) -> None:
     rows = Rows(random.Random(seed))

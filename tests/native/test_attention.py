@@ -119,6 +119,7 @@ def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
                     check(case, library)
 
 
+# promise: shared-reads
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(level: str, cache: str) -> None:

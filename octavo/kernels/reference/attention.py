@@ -86,6 +86,24 @@ def attend(
     return out.transpose(1, 2)
 
 
+def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns attention over some of the keys, shaped like q, and its log-sum-exp [rows, num_query, heads]. All in float32.
+
+    Every query sees one of these keys at least: a log-sum-exp says nothing of one that sees none. mask: [rows, 1, num_query, length]
+    """
+    if soft_cap is not None:
+        lse = torch.empty(q.shape[:3])
+        return attend_by_scores(q, k, v, mask, scale, soft_cap, lse=lse), lse
+    num_query, group = q.shape[1], q.shape[2] // k.shape[2]
+    grouped = q.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, num_query * group, head_dim]
+    mask = None if mask is None else mask.repeat_interleave(group, 2)
+    # What `scaled_dot_product_attention` calls on a CPU; it does not give out the log-sum-exp.
+    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mixed, sums = of_cpu(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    parts = (each.unflatten(2, (num_query, group)).transpose(1, 2).flatten(2, 3) for each in (mixed, sums))
+    return next(parts), next(parts)
+
+
 def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None = None,
     lse: Tensor | None = None,
