@@ -22,7 +22,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cpu.attention_case import AttentionCase
 from octavo.kernels.cpu.library import F16, F32, Model, NativeLibrary, address, find_library
-from octavo.kernels.shared_keys import NOTHING, ReadCost, SharedKeys, SharedReads
+from octavo.kernels.shared_keys import FREE, NATIVE_COST, NOTHING, ReadCost, SharedKeys, SharedReads
 
 ROWS, KEYS, OWN = (2, 4, 8, 16, 32), (32, 64, 128, 256, 512), 40
 CACHE_BYTES = 96 << 20  # of all caches that are read in turn
@@ -74,14 +74,15 @@ def torch_ms(case: AttentionCase) -> float:
 
 def fit(measure: Callable[[AttentionCase], float], kind: int) -> None:
     """What is saved is so much for each key that need not be read again, less so much for a node and for each of its rows."""
-    lines, saved = [], []
+    lines, saved, whole = [], [], []
     for rows in ROWS:
         for keys in KEYS:
-            alone, together = (measure(case_of(rows, keys, kind, cost)) for cost in (NEVER, ReadCost(0, 0)))
+            alone, together = (measure(case_of(rows, keys, kind, cost)) for cost in (NEVER, FREE))
             lines.append(((rows - 1) * keys, -1, -rows))
             saved.append(alone - together)
+            whole.append(alone)
             print(f"{rows:3} rows, {keys:4} keys: {alone:.3f} ms each for itself, {together:.3f} ms together", flush=True)
-    weights = 1 / np.array([line[0] for line in lines])  # small ones decide
+    weights = 1 / np.array(whole)  # what counts is the share of the time that is saved
     key, node, row = np.linalg.lstsq(np.array(lines) * weights[:, None], np.array(saved) * weights, rcond=None)[0]
     print(f"a key of one row: {1e6 * key:.0f} ns; a node costs {node / key:.0f} keys, and {row / key:.0f} for each of its rows")
 
@@ -96,7 +97,7 @@ def host(rows: int, blocks: int) -> None:
         reads.nodes(names, context, versions)
         return 1000 * (time.perf_counter() - start)
 
-    reads = SharedReads(tables, 16, ReadCost(48, 8))
+    reads = SharedReads(tables, 16, NATIVE_COST)
     first, same = once(reads), float(np.median([once(reads) for _ in range(50)]))
     new = []
     for row in range(min(rows, 20)):

@@ -1,10 +1,6 @@
 // Which queries attend to which keys at once, and how parts of a context become one.
 #include "attend.h"
 
-#include <cmath>
-
-#include "scalar.h"
-
 namespace octavo {
 
 static const int64_t QUERIES = 64;     // of one task: they share every key they load
@@ -21,9 +17,9 @@ public:
         const int64_t most = at_most(count);
         for (int64_t row = 0; row < step.num_rows; row++)
             for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token += QUERIES) add_queries(row, token, most);
-        // The longest first: whoever is last to take one takes a short one.
-        std::stable_sort(made.tasks.begin(), made.tasks.end(),
-                         [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
+        const int64_t *place = made.places.data();
+        for (Task &task : made.last) task.places = place, place += task.parts;
+        longest_first(made.first), longest_first(made.last);
     }
 
     Tasks made;
@@ -52,6 +48,11 @@ private:
     static int64_t tasks_of(int64_t queries) { return (queries + QUERIES - 1) / QUERIES; }
     static int64_t at_most(int64_t tasks) { return std::max<int64_t>(1, 4 * pool().threads() / std::max<int64_t>(1, tasks)); }
     static Pieces cut(int64_t begin, int64_t end, int64_t most) { return {begin, end, std::clamp<int64_t>((end - begin) / LEAST_KEYS, 1, most)}; }
+    // Whoever is last to take one takes a short one.
+    static void longest_first(std::vector<Task> &tasks) {
+        std::stable_sort(tasks.begin(), tasks.end(),
+                         [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
+    }
     int64_t first_of(int64_t token) const { return first_seen(layer_, step_.positions[token]); }
 
     void add_nodes(const SharedNode *first, const SharedNode *last) {
@@ -83,7 +84,7 @@ private:
             parts_.push_back({made.partials + i * group_, pieces.count, queries * group_, parts_of_[readers[i]]});
             parts_of_[readers[i]] = int64_t(parts_.size()) - 1;
         }
-        for (int64_t head = 0; head < layer_.kv_heads; head++) add_pieces({rows[0], tokens[0], queries, tokens, head, 0, 0, 0}, pieces);
+        for (int64_t head = 0; head < layer_.kv_heads; head++) add_pieces({rows[0], tokens[0], queries, tokens, head, 0, 0, 0, nullptr, 0}, pieces);
     }
 
     // Some queries of a row over the keys that it has for itself. Keys behind the window of the first one are no part of it.
@@ -92,24 +93,23 @@ private:
         const int64_t begin = std::max(own_[row], first_of(token)), end = step_.positions[token + queries - 1] + 1;
         const Pieces pieces = cut(begin, end, most);
         for (int64_t head = 0; head < layer_.kv_heads; head++) {
-            if (pieces.count == 1 && parts_of_[row] < 0) {
-                made.tasks.push_back({row, token, queries, nullptr, head, begin, end, -1});
-                continue;
-            }
-            const int64_t first = int64_t(made.places.size());
+            Task task{row, token, queries, nullptr, head, begin, end, -1, nullptr, 0};
             for (int64_t part = parts_of_[row]; part >= 0; part = parts_[part].before)
-                for (int64_t piece = 0; piece < parts_[part].pieces; piece++)
+                for (int64_t piece = 0; piece < parts_[part].pieces; piece++, task.parts++)
                     made.places.push_back(parts_[part].partial + (head * parts_[part].pieces + piece) * parts_[part].stride);
-            for (int64_t piece = 0; piece < pieces.count; piece++) made.places.push_back(made.partials + piece * queries * group_);
-            made.merges.push_back({token, queries, head, first, int64_t(made.places.size()) - first});
-            add_pieces({row, token, queries, nullptr, head, 0, 0, 0}, pieces);
+            if (pieces.count > 1) {  // all of them at once: what is left to the last task is to put them together
+                for (int64_t piece = 0; piece < pieces.count; piece++, task.parts++) made.places.push_back(made.partials + piece * queries * group_);
+                add_pieces(task, pieces);
+                task.begin = end;
+            }
+            (task.parts ? made.last : made.first).push_back(task);
         }
     }
 
     void add_pieces(Task task, const Pieces &pieces) {
         for (int64_t piece = 0; piece < pieces.count; piece++) {
             task.begin = pieces.first(piece), task.end = pieces.last(piece), task.partial = made.partials;
-            made.tasks.push_back(task);
+            made.first.push_back(task);
             made.partials += task.queries * group_;
         }
     }
@@ -131,35 +131,15 @@ StepTasks::StepTasks(const Model &model, const Step &step) {
     }
 }
 
-static void merge(const Layer &layer, const Merge &merged, const int64_t *places, const float *partials, const Target &out) {
-    int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, size = merged.queries * group;
-    std::vector<float> whole(static_cast<size_t>(dim));
-    for (int64_t i = 0; i < size; i++) {
-        float largest = -INFINITY, total = 0;
-        auto part = [&](int64_t index) { return partials + (places[merged.first + index] + i) * (dim + 2); };
-        for (int64_t p = 0; p < merged.parts; p++) largest = std::max(largest, part(p)[dim]);
-        std::fill(whole.begin(), whole.end(), 0.0f);
-        for (int64_t p = 0; p < merged.parts; p++) {
-            float weight = part(p)[dim] == -INFINITY ? 0.0f : fast_exp(part(p)[dim] - largest);
-            total += weight * part(p)[dim + 1];
-            for (int64_t d = 0; d < dim; d++) whole[d] += weight * part(p)[d];
-        }
-        const int64_t head = merged.kv_head * group + i % group;
-        total = with_sink(layer, head, largest, total);
-        for (int64_t d = 0; d < dim; d++) whole[d] /= total;
-        put(whole.data(), out, merged.token + i / group, head * dim, dim);
-    }
-}
-
 void attend(const Model &model, const Layer &layer, const Step &step, const Tasks &tasks, const float *qkv, const Target &out, float *partials,
             Worker &me) {
-    me.deal(int64_t(tasks.tasks.size()), 1, [&](int64_t task, int64_t end) {
-        for (; task < end; task++) kernels().attend(model, layer, step, qkv, out, partials, tasks.tasks[task], scratch(me.thread));
-    });
-    if (tasks.merges.empty()) return;
-    me.deal(int64_t(tasks.merges.size()), 1, [&](int64_t i, int64_t end) {
-        for (; i < end; i++) merge(layer, tasks.merges[i], tasks.places.data(), partials, out);
-    });
+    auto run = [&](const std::vector<Task> &some) {
+        me.deal(int64_t(some.size()), 1, [&](int64_t task, int64_t end) {
+            for (; task < end; task++) kernels().attend(model, layer, step, qkv, out, partials, some[task], scratch(me.thread));
+        });
+    };
+    run(tasks.first);
+    if (!tasks.last.empty()) run(tasks.last);
 }
 
 static Buffer partials_;

@@ -36,11 +36,22 @@ inline const int32_t *table_of(const Layer &layer, const Step &step, int64_t row
     return step.tables + layer.cache_group * step.table_stride + row * step.table_width;
 }
 
+// Adds what was summed over other keys. part: the sums, and behind them the largest score and the total
+inline void join(const float *part, int64_t dim, Online &state, float *sums) {
+    const float largest = std::max(state.largest, part[dim]);
+    if (largest == -INFINITY) return;  // nothing was seen so far
+    const float mine = state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
+    const float other = part[dim] == -INFINITY ? 0.0f : fast_exp(part[dim] - largest);
+    for (int64_t i = 0; i < dim; i++) sums[i] = sums[i] * mine + part[i] * other;
+    state = {largest, state.total * mine + part[dim + 1] * other};
+}
+
 // A task's result: the weighted values divided by their total; or, for a part of the context, undivided with both numbers behind.
-inline void finish(const Layer &layer, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, const Target &out,
+inline void finish(const Layer &layer, const Task &task, Online state, float *sums, int64_t query, int64_t head, const Target &out,
                    float *partials) {
     int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
     if (task.partial < 0) {
+        for (int64_t i = 0; i < task.parts; i++) join(partials + (task.places[i] + query * group + head) * (dim + 2), dim, state, sums);
         float inverse = 1.0f / with_sink(layer, task.kv_head * group + head, state.largest, state.total);
         for (int64_t i = 0; i < dim; i++) sums[i] *= inverse;
         return put(sums, out, task.token_of(query), (task.kv_head * group + head) * dim, dim);

@@ -56,7 +56,9 @@ struct Task {                // attention of one kv head for some queries over k
     const int32_t *tokens;            // or null: they follow the first one
     int64_t kv_head;
     int64_t begin, end;               // positions of the context
-    int64_t partial;                  // where its unfinished result goes, or -1: it is the whole
+    int64_t partial;                  // where its unfinished result goes, or -1: it is the whole, with these parts
+    const int64_t *places;            // of results over other keys of the same queries
+    int64_t parts;                    // how many these are
 
     int64_t token_of(int64_t query) const { return tokens ? tokens[query] : token + query; }
 };

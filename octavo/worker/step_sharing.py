@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.kernels.shared_keys import NOTHING, ReadCost, SharedKeys, SharedReads
+from octavo.kernels.shared_keys import FREE, NOTHING, ReadCost, SharedKeys, SharedReads
 from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.request_table import RequestTable
 
@@ -20,7 +20,7 @@ class StepSharing:
     def share_all(self) -> None:
         """Makes entries read together whatever they can, worth it or not: for proofs, whose contexts are short."""
         for reads in self._reads:
-            reads.cost = ReadCost(0, 0)
+            reads.cost = FREE
 
     def of(self, step: StepTensors) -> list[SharedKeys]:
         """Returns the nodes of each cache group, of entries that have one token. It may be asked for again."""

@@ -7,7 +7,7 @@ import pytest
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.verify import verify
-from octavo.kernels.shared_keys import ReadCost, SharedKeys
+from octavo.kernels.shared_keys import FREE, ReadCost, SharedKeys
 from octavo.kernels.step_tensors import StepTensors
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.worker import native_program, program
@@ -51,15 +51,15 @@ def test_the_proof_of_paging_reads_together_what_it_can(folder: str, native: boo
 def test_samples_and_beams_are_the_same_whether_or_not_they_read_together(
     folder: str, native: bool, found: list[SharedKeys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"model": folder, "dtype": "float32", "device": "cpu", "native": native, "block_size": 4}
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "native": native, "block_size": 4, "num_gpu_blocks_override": 300}
     common = [*range(100, 130)]
     prompts = [common[:length] + [10 + length] for length in (8, 30, 19, 30, 8, 2)]
     greedy, several = SamplingParams(temperature=0, max_tokens=12), SamplingParams(n=3, seed=1, max_tokens=12)
     answers = []
-    for cost in (ReadCost(0, 0), NEVER):
+    for cost in (FREE, NEVER):
         monkeypatch.setattr(native_program, "NATIVE_COST", cost)
         monkeypatch.setattr(program, "TORCH_COST", cost)
-        with LLM(**settings) as llm:
+        with LLM(folder, skip_tokenizer_init=True, **settings) as llm:
             outputs = [*llm.generate(prompts, greedy), *llm.generate(prompts, several)]
             said = [sample.token_ids for output in outputs for sample in output.outputs]
             searched = llm.beam_search(prompts[:3], BeamSearchParams(4, 10))

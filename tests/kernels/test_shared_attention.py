@@ -12,11 +12,9 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cpu.attention_case import AttentionCase
 from octavo.kernels.cpu.library import F32, Q8
-from octavo.kernels.shared_keys import NOTHING, ReadCost, SharedKeys
+from octavo.kernels.shared_keys import NOTHING, SharedKeys
 from tests.support.native import error
 from tests.support.native_attention import attended_twin, stored_twin, tree_of_rows, written_twin
-
-EVERYTHING = ReadCost(0, 0)
 
 
 def spec_of(case: AttentionCase) -> AttentionSpec:
@@ -73,16 +71,16 @@ def check(case: AttentionCase) -> None:
 @pytest.mark.parametrize("kind", [F32, Q8], ids=["float32", "int8"])
 def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(kind: int, window: int, cap: float, sinks: bool) -> None:
     for seed in range(3):
-        case = tree_of_rows(seed, block_size=4 << seed, cache_kind=kind, window=window, soft_cap=cap, sinks=sinks, cost=EVERYTHING)
+        case = tree_of_rows(seed, block_size=4 << seed, cache_kind=kind, window=window, soft_cap=cap, sinks=sinks)
         check(case)
 
 
 def test_many_rows_of_four_prompts() -> None:
-    check(tree_of_rows(5, rows=256, longest=120, heads=2, kv_heads=1, head_dim=16, cache_kind=F32, cost=EVERYTHING))
+    check(tree_of_rows(5, rows=256, longest=120, heads=2, kv_heads=1, head_dim=16, cache_kind=F32))
 
 
 def test_bfloat16_costs_its_rounding_and_no_more() -> None:
-    case = tree_of_rows(2, cache_kind=F32, cost=EVERYTHING)
+    case = tree_of_rows(2, cache_kind=F32)
     cache, shared = pooled(case), SharedKeys(case.shared_keys.nodes, case.shared_keys.rows)
     rounded = attended(CpuBackend, case, {name: buffer.bfloat16() for name, buffer in cache.items()}, shared, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16

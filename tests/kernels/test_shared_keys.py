@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from octavo.kernels.row_words import RowLayout
-from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST, ReadCost, SharedKeys, SharedReads, choose_nodes
+from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST, FREE, ReadCost, SharedKeys, SharedReads, choose_nodes
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.worker.request_table import RequestTable
 
-FREE = ReadCost(0, 0)
 NOISE = NoiseKey((0, 0), 0, 0)
 SPAN = 4
 

@@ -16,7 +16,6 @@ from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, t
 from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, address
 from octavo.kernels.reference.attention import from_codes, to_codes
 from octavo.kernels.reference.layer import add_rms_norm
-from octavo.kernels.shared_keys import ReadCost
 from tests.support.native import error, levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, tree_of_rows, written_twin
 
@@ -127,7 +126,7 @@ def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(level: str, cach
         with running(level, threads) as library:
             for window, cap, sinks in ((0, 0.0, False), (0, 3.0, True), (40, 0.0, False), (170, 0.0, True)):
                 kind = {"cache_kind": CACHES[cache], "window": window, "soft_cap": cap, "sinks": sinks, "block_size": 2**seed}
-                case = tree_of_rows(seed, rows=40, heads=6, cost=ReadCost(0, 0), **kind)
+                case = tree_of_rows(seed, rows=40, heads=6, **kind)
                 assert len(case.shared_keys.nodes) > 10
                 check(case, library)
 

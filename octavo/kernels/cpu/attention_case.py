@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.library import BF16, F16, F32, Layer, Model, NativeLibrary, Step, address
-from octavo.kernels.shared_keys import NATIVE_COST, AllShared, ReadCost, SharedKeys, SharedReads
+from octavo.kernels.shared_keys import FREE, AllShared, ReadCost, SharedKeys, SharedReads
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -74,7 +74,7 @@ class AttentionCase:
     seed: int = 0
     shared: tuple[int, ...] = ()  # for each row, the blocks at its beginning that are those of another, all written in the past
     like: tuple[int, ...] = ()  # for each row, the one before it in which it has these; without any: the row just before it
-    cost: ReadCost = NATIVE_COST  # of reading together
+    cost: ReadCost = FREE  # of reading together
 
     @cached_property
     def random(self) -> np.random.Generator:
