@@ -74,42 +74,35 @@ class RowOrder:
     def __init__(self, tables: Words) -> None:
         """`tables`: [rows, blocks], of all rows there are. It is read whenever a row gets its place."""
         self._tables = tables
-        self.rows: list[int] = []
-        self.alike: list[int] = []  # of each in `rows`, blocks at the beginning that are those of the row before it
+        self.rows = np.zeros(0, np.int64)
+        self.alike = np.zeros(0, np.int64)  # of each in `rows`, blocks at the beginning that are those of the row before it
         self.full = np.zeros(len(tables), np.int64)  # of each row, blocks that it will not write to again
 
-    def drop(self, gone: set[int]) -> None:
-        if not gone:
-            return
-        rows: list[int] = []
-        alike: list[int] = []
-        least = 0
-        for row, blocks in zip(self.rows, self.alike):
-            least = min(least, blocks) if rows else 0
-            if row in gone:
-                continue
-            rows.append(row)
-            alike.append(least)
-            least = len(self._tables[0])
-        self.rows, self.alike = rows, alike
+    def keep(self, kept: NDArray[np.bool_]) -> None:
+        """Lets all other rows go. kept: of each in `rows`"""
+        self.rows, self.alike = self.rows[kept], self.among(kept)
+
+    def among(self, some: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Returns `alike` of some rows among themselves. some: of each in `rows`"""
+        places = np.flatnonzero(some)
+        alike = np.minimum.reduceat(np.append(self.alike, 0), np.append(0, places + 1))[: len(places)]  # also with rows between them
+        alike[:1] = 0
+        return alike
 
     def add(self, row: int) -> None:
         """Finds the place of a row: among those that have its first block, among these those that go on like it, and so on."""
         low, high, depth = 0, len(self.rows), 0  # the rows of [low, high) have `depth` blocks in common with it
         while depth < self.full[row] and self._tables[row, depth] != NULL_BLOCK:
-            others = np.array(self.rows[low:high], np.int64)
+            others = self.rows[low:high]
             (same,) = ((self._tables[others, depth] == self._tables[row, depth]) & (self.full[others] > depth)).nonzero()
             if not len(same):
                 break
             low += int(same[0])
-            high = self._end(low, high, depth)
-            depth = self._common(row, self.rows[low], depth, min(self.alike[low + 1 : high], default=len(self._tables[0])))
-        self.rows.insert(high, row)
-        self.alike.insert(high, depth)
-
-    def _end(self, low: int, high: int, depth: int) -> int:
-        """Returns where the rows end that have more than `depth` blocks in common with the one at `low`."""
-        return next((place for place in range(low + 1, high) if self.alike[place] <= depth), high)
+            (different,) = (self.alike[low + 1 : high] <= depth).nonzero()
+            high = low + 1 + int(different[0]) if len(different) else high
+            depth = self._common(row, int(self.rows[low]), depth, int(self.alike[low + 1 : high].min(initial=self._tables.shape[1])))
+        self.rows = np.insert(self.rows, high, row)
+        self.alike = np.insert(self.alike, high, depth)
 
     def _common(self, row: int, other: int, first: int, last: int) -> int:
         """Returns how many blocks two rows have in common, at most `last`; the first of them are known to be the same."""
@@ -149,7 +142,8 @@ class SharedReads:
         """Gives every row its place. A row whose table was changed loses it at once: what the order says of it is no longer true."""
         gone = (self._seen > 0) & ((self._version != versions) | (self._seen < self._step - FORGET))
         self._seen[gone] = 0
-        self._order.drop(set(np.flatnonzero(gone).tolist()))
+        if gone.any():
+            self._order.keep(~gone[self._order.rows])
         new = rows[self._seen[rows] == 0]
         for row in new.tolist():
             self._order.add(row)
@@ -159,10 +153,8 @@ class SharedReads:
         place = np.full(len(self._seen), -1, np.int64)
         place[rows] = np.arange(len(rows))
         places = place[self._order.rows]
-        (here,) = (places >= 0).nonzero()
-        alike = np.minimum.reduceat(np.array([*self._order.alike, 0]), np.r_[0, here + 1])[: len(here)]  # also with rows that are not here
-        alike[:1] = 0
-        return choose_nodes(places[here], alike * self._span, self.cost) if alike.any() else NOTHING
+        alike = self._order.among(places >= 0)
+        return choose_nodes(places[places >= 0], alike * self._span, self.cost) if alike.any() else NOTHING
 
 
 @dataclass(slots=True)
@@ -175,24 +167,25 @@ class _Beginning:
     readers: int = 0  # that read the last of these keys, if they are not read together: rows, or nodes behind this one
 
 
-def choose_nodes(rows: Sequence[int] | NDArray[np.int64], alike: Sequence[int] | NDArray[np.int64], cost: ReadCost) -> SharedKeys:
+def choose_nodes(rows: NDArray[np.int64], alike: NDArray[np.int64], cost: ReadCost) -> SharedKeys:
     """Returns the nodes worth it, of rows in the order of their beginnings. `alike`: keys in common with the row before; 0 of the first
 
     A beginning is worth it if the keys that need not be read again outweigh what a node costs. Whether those inside of it are is decided
     before, by what they add to it; then from the outside in, a beginning also gets the keys of those around it that were not worth it.
     """
     nodes: list[tuple[int, int, int, int]] = []
-    found: list[int] = []
-    outer = [_Beginning(0, 0, len(rows))]
+    found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    outer, place = [_Beginning(0, 0, len(rows))], 0
     for beginning in sorted(_beginnings(alike, cost), key=lambda one: (one.low, -one.high)):
         while beginning.low >= outer[-1].high:
             outer.pop()
-        begin = outer[-1].depth
+        begin, count = outer[-1].depth, beginning.high - beginning.low
         if _worth(beginning, begin, cost):
             outer.append(beginning)
-            nodes.append((len(found), beginning.high - beginning.low, begin, beginning.depth))
-            found.extend(map(int, rows[beginning.low : beginning.high]))
-    return SharedKeys(np.array(nodes, np.int32).reshape(-1, 4), np.array(found, np.int32))
+            nodes.append((place, count, begin, beginning.depth))
+            found.append(rows[beginning.low : beginning.high])
+            place += count
+    return SharedKeys(np.array(nodes, np.int32).reshape(-1, 4), np.concatenate(found).astype(np.int32))
 
 
 def _worth(beginning: _Beginning, begin: int, cost: ReadCost) -> bool:
@@ -200,11 +193,13 @@ def _worth(beginning: _Beginning, begin: int, cost: ReadCost) -> bool:
     return saved > 0 and saved >= cost.node + cost.row * (beginning.high - beginning.low)
 
 
-def _beginnings(alike: Sequence[int] | NDArray[np.int64], cost: ReadCost) -> Iterable[_Beginning]:
+def _beginnings(alike: NDArray[np.int64], cost: ReadCost) -> Iterable[_Beginning]:
     """Yields every beginning that some rows have in common, those inside another before it."""
-    depths = [int(depth) for depth in alike[1:]]
+    depths = np.append(alike[1:], 0)  # between each row and the next
+    firsts = np.flatnonzero(np.append(True, depths[1:] != depths[:-1]))  # of runs of rows with the same depth
+    counts = np.append(firsts[1:], len(depths)) - firsts
     open_ones = [_Beginning(0, 0)]  # from the outermost to the innermost
-    for row, depth in enumerate([*depths, 0]):  # between this row and the next
+    for row, count, depth in zip(firsts.tolist(), counts.tolist(), depths[firsts].tolist()):
         low, readers = row, 1
         while depth < open_ones[-1].depth:
             done = open_ones.pop()
@@ -213,6 +208,5 @@ def _beginnings(alike: Sequence[int] | NDArray[np.int64], cost: ReadCost) -> Ite
             low, readers = done.low, 1 if _worth(done, around, cost) else done.readers
             yield done
         if depth > open_ones[-1].depth:
-            open_ones.append(_Beginning(depth, low, readers=readers))
-        else:
-            open_ones[-1].readers += readers
+            open_ones.append(_Beginning(depth, low))
+        open_ones[-1].readers += readers + count - 1

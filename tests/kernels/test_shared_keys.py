@@ -125,7 +125,7 @@ def test_every_block_is_read_once_while_rows_come_fork_write_and_go(seed: int) -
 
 
 def chosen(rows: int, alike: list[int], cost: ReadCost) -> list[tuple[int, int, list[int]]]:
-    keys = choose_nodes(list(range(rows)), alike, cost)
+    keys = choose_nodes(np.arange(rows), np.array(alike), cost)
     return [(node[BEGIN], node[END], keys.rows[node[FIRST] : node[FIRST] + node[COUNT]].tolist()) for node in keys.nodes.tolist()]
 
 
