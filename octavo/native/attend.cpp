@@ -5,6 +5,7 @@ namespace octavo {
 
 static const int64_t QUERIES = 64;     // of one task: they share every key they load
 static const int64_t LEAST_KEYS = 256; // of a piece of a context: less is not worth merging
+static const int64_t LEAST_ROWS = 8;   // of a task over keys that rows read together, if there are as many
 
 // Makes the tasks of a layer: those over keys that rows read together, and those over what each row reads for itself.
 class TaskMaker {
@@ -57,11 +58,13 @@ private:
 
     void add_nodes(const SharedNode *first, const SharedNode *last) {
         int64_t rows = 0, tasks = 0;
-        for (const SharedNode *node = first; node < last; node++) rows += node->count, tasks += tasks_of(node->count) * layer_.kv_heads;
+        for (const SharedNode *node = first; node < last; node++) rows += node->count;
         made.tokens.reserve(size_t(rows));  // tasks point into it
+        const int64_t at_once = std::clamp<int64_t>(rows * layer_.kv_heads / pool().threads(), LEAST_ROWS, QUERIES);  // so that no thread waits
+        for (const SharedNode *node = first; node < last; node++) tasks += (node->count + at_once - 1) / at_once * layer_.kv_heads;
         for (const SharedNode *node = first; node < last; node++)
-            for (int64_t i = 0; i < node->count; i += QUERIES)
-                add_node(*node, step_.shared_rows + node->first + i, std::min<int64_t>(QUERIES, node->count - i), at_most(tasks));
+            for (int64_t i = 0; i < node->count; i += at_once)
+                add_node(*node, step_.shared_rows + node->first + i, std::min<int64_t>(at_once, node->count - i), at_most(tasks));
     }
 
     // Rows whose window begins behind the keys of a node have no part in it.
