@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from octavo.attention.backend import TORCH_FEATURES, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
 from octavo.attention.forward_batch import Cache, ForwardBatch
-from octavo.attention.row_groups import RowGroup, group_rows
+from octavo.attention.row_groups import RowGroup
+from octavo.attention.shared_rows import KeyNode, SharedRows, attend_shared, split_rows
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.reference.attention import load_regions
+from octavo.kernels.reference.attention import load_regions, load_spans
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     token_rows: Tensor  # [T] the row of each token
     groups: list[RowGroup]
+    shared: SharedRows | None
 
 
 class ContiguousBackend:
@@ -41,7 +44,7 @@ class ContiguousBackend:
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Prepared:
-        return Prepared(batch.rows.repeat_interleave(batch.query_start.diff()), group_rows(batch))
+        return Prepared(batch.rows.repeat_interleave(batch.query_start.diff()), *split_rows(batch))
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
@@ -53,8 +56,21 @@ class ContiguousBackend:
         return q
 
     def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+        shared = batch.attention.shared
         for group in batch.attention.groups:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
             k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype)
             attend_group(q, k, v, group.tail, group, self.spec, out, sinks)
+
+        def keys(index: Tensor, first: Tensor, length: int) -> tuple[Tensor, Tensor]:
+            return recall(cache, partial(load_spans, rows=batch.rows[index], first=first, length=length), torch.float32)
+
+        def keys_of_node(node: KeyNode) -> tuple[Tensor, Tensor]:
+            return keys(torch.tensor([node.row]), torch.tensor([node.begin]), node.end - node.begin)
+
+        def keys_of_rest(group: RowGroup) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            return keys(group.index, group.first, group.num_blocks * batch.block_size), group.tail
+
+        if shared is not None:
+            attend_shared(q, shared, keys_of_node, keys_of_rest, self.spec, out, sinks)
         return out

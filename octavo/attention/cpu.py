@@ -23,7 +23,8 @@ from torch import Tensor
 
 from octavo.attention.backend import TORCH_FEATURES, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.forward_batch import Cache, ForwardBatch
-from octavo.attention.row_groups import RowGroup, group_rows
+from octavo.attention.row_groups import RowGroup
+from octavo.attention.shared_rows import SharedRows, attend_shared, split_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import attend, from_codes, load_blocks, store, to_codes, zero_tail
 from octavo.kernels.reference.layer import norm_heads, rotate
@@ -43,9 +44,8 @@ class CpuBackend:
         self.few_rows = 0
 
     @staticmethod
-    def prepare(batch: ForwardBatch) -> list[tuple[RowGroup, Tensor]]:
-        """Returns groups of rows, each with the blocks to gather for it [rows * num_blocks]."""
-        return [(group, batch.tables[group.index, : group.num_blocks].flatten()) for group in group_rows(batch)]
+    def prepare(batch: ForwardBatch) -> tuple[list[RowGroup], SharedRows | None]:
+        return split_rows(batch)
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
@@ -54,9 +54,18 @@ class CpuBackend:
         return q
 
     def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
-        for group, blocks in batch.attention:
-            k, v = recall(cache, partial(load_blocks, blocks=blocks, num_rows=len(group.index)), q.dtype)
-            attend_group(q, k, v, group.edge, group, self.spec, out, sinks)
+        groups, shared = batch.attention
+
+        def keys(blocks: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            return recall(cache, partial(load_blocks, blocks=blocks, num_rows=rows), dtype)
+
+        def keys_of_rest(group: RowGroup) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            return keys(group.blocks, len(group.index), torch.float32), group.edge
+
+        for group in groups:
+            attend_group(q, *keys(group.blocks, len(group.index), q.dtype), group.edge, group, self.spec, out, sinks)
+        if shared is not None:
+            attend_shared(q, shared, lambda node: keys(node.blocks, 1, torch.float32), keys_of_rest, self.spec, out, sinks)
         return out
 
 

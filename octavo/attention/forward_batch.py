@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.kernels.shared_keys import NOTHING, SharedKeys
+
 Cache = dict[str, Tensor]  # the buffers of one layer: a mixer knows their names
 
 
@@ -34,6 +36,7 @@ class ForwardBatch:
     max_query: int = 0  # a bound that the host knows, for kernels that must not ask the device
     attention: Any = field(default=None)  # what the backend prepared for this step
     stream: Tensor | None = None  # [T, hidden], of the stage before; None: the tokens are embedded
+    shared: SharedKeys = NOTHING  # keys that rows of one query read together; backends without a way to do so read them row by row
     by_layer: Sequence["ForwardBatch"] = ()  # with several cache groups: the batch of each layer's group
 
     def of_layer(self, layer: int) -> "ForwardBatch":

@@ -4,8 +4,11 @@ All decode rows have one query token, so a batch of them falls into very few gro
 together. Each row of a group is padded to the longest one, and no row by more than half its length (and a little).
 
     context_len   640 600 590 | 180 171        two groups of decode rows, five rows, two calls a layer
+
+A row that reads its first keys together with others (`shared_rows.py`) is in a group with what it has behind them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,10 +25,12 @@ SLACK = 64
 class RowGroup:
     index: Tensor  # [rows] int64, which rows of the batch these are
     tokens: Tensor  # [rows * num_query] int64, which tokens of the batch they ask for
-    context_len: Tensor  # [rows]
+    first: Tensor  # [rows]: the first key that each reads here
+    context_len: Tensor  # [rows]: keys from there on
     num_query: int
     length: int  # keys of the longest row
     num_blocks: int  # blocks of the longest row
+    blocks: Tensor  # [rows * num_blocks], of the pool; the null block behind a row's last
     tail: Tensor  # padding in what is loaded, as row * num_blocks * block_size + position
     edge: Tensor  # the part of it in a row's own last block; the rest of the padding is null blocks
     even: bool  # all rows have `length` keys
@@ -45,25 +50,27 @@ class RowGroup:
         return self._masks[window], False
 
 
-def group_rows(batch: ForwardBatch) -> list[RowGroup]:
+def group_rows(batch: ForwardBatch, rows: Sequence[int] | None = None, first: Tensor | None = None) -> list[RowGroup]:
+    """Returns the groups of all rows; or of some, which are read from a key of their own on. first: [R]"""
     queries: list[int] = batch.query_start.diff().tolist()
-    contexts: list[int] = batch.context_len.tolist()
+    first = torch.zeros_like(batch.context_len) if first is None else first
+    contexts: list[int] = (batch.context_len - first).tolist()
     groups: list[list[int]] = []
-    for row in sorted(range(len(queries)), key=lambda row: (queries[row], contexts[row]), reverse=True):
+    for row in sorted(range(len(queries)) if rows is None else rows, key=lambda row: (queries[row], contexts[row]), reverse=True):
         if groups and _joins(queries[row], contexts[row], queries[groups[-1][0]], contexts[groups[-1][0]]):
             groups[-1].append(row)
         elif queries[row]:
             groups.append([row])
-    return [_row_group(batch, rows, queries[rows[0]], contexts[rows[0]]) for rows in groups]
+    return [_row_group(batch, rows, first, queries[rows[0]], contexts[rows[0]]) for rows in groups]
 
 
 def _joins(query: int, context: int, group_query: int, longest: int) -> bool:
     return query == group_query and context * 3 // 2 + SLACK >= longest
 
 
-def _row_group(batch: ForwardBatch, rows: list[int], num_query: int, length: int) -> RowGroup:
+def _row_group(batch: ForwardBatch, rows: list[int], first: Tensor, num_query: int, length: int) -> RowGroup:
     index = torch.tensor(rows)
-    context_len = batch.context_len[index]
+    context_len = batch.context_len[index] - first[index]
     num_blocks = -(-length // batch.block_size)
     position = torch.arange(num_blocks * batch.block_size)
     # Nothing past `length` is read by any row, so only what lies below it is listed.
@@ -72,11 +79,21 @@ def _row_group(batch: ForwardBatch, rows: list[int], num_query: int, length: int
     return RowGroup(
         index=index,
         tokens=(batch.query_start[index, None] + torch.arange(num_query)).flatten(),
+        first=first[index],
         context_len=context_len,
         num_query=num_query,
         length=length,
         num_blocks=num_blocks,
+        blocks=_blocks(batch, index, first, num_blocks),
         tail=tail.flatten().nonzero().flatten(),
         edge=(tail & own & (context_len % batch.block_size > 0)[:, None]).flatten().nonzero().flatten(),
         even=length * len(rows) == int(context_len.sum()),
     )
+
+
+def _blocks(batch: ForwardBatch, index: Tensor, first: Tensor, count: int) -> Tensor:
+    if not first[index].any():
+        return batch.tables[index, :count].flatten()
+    place = first[index, None] // batch.block_size + torch.arange(count)
+    held = place * batch.block_size < batch.context_len[index, None]
+    return batch.tables[index[:, None], place.clamp_(max=batch.tables.shape[1] - 1)].mul_(held).flatten()

@@ -1,92 +1,122 @@
 // Which queries attend to which keys at once, and how parts of a context become one.
 #include "attend.h"
 
-#include <cmath>
-
-#include "scalar.h"
-
 namespace octavo {
 
 static const int64_t QUERIES = 64;     // of one task: they share every key they load
-static const int64_t LEAST_KEYS = 256; // of a part of a context: less is not worth merging
-static const int64_t LEAST_SHARED = 64; // keys that rows have in common, to be read once for all
+static const int64_t LEAST_KEYS = 256; // of a piece of a context: less is not worth merging
+static const int64_t LEAST_ROWS = 8;   // of a task over keys that rows read together, if there are as many
 
-static int64_t queries_of(const Step &step, int64_t row) { return step.query_start[row + 1] - step.query_start[row]; }
+// Makes the tasks of a layer: those over keys that rows read together, and those over what each row reads for itself.
+class TaskMaker {
+public:
+    TaskMaker(const Layer &layer, const Step &step) : layer_(layer), step_(step), parts_of_(step.num_rows, -1), own_(step.num_rows, 0) {
+        const int32_t *nodes = step.shared_start ? step.shared_start + layer.cache_group : nullptr;
+        if (nodes) add_nodes(step.shared_nodes + nodes[0], step.shared_nodes + nodes[1]);
+        int64_t count = 0;
+        for (int64_t row = 0; row < step.num_rows; row++) count += tasks_of(step.query_start[row + 1] - step.query_start[row]) * layer.kv_heads;
+        const int64_t most = at_most(count);
+        for (int64_t row = 0; row < step.num_rows; row++)
+            for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token += QUERIES) add_queries(row, token, most);
+        const int64_t *place = made.places.data();
+        for (Task &task : made.last) task.places = place, place += task.parts;
+        longest_first(made.first), longest_first(made.last);
+    }
 
-struct Run {  // rows of one token each, one behind the other, whose contexts begin with the same blocks
-    int64_t rows, shared;
-};
+    Tasks made;
 
-// The run from `row` on that saves most: a row joins if the keys that need not be read again do not become fewer by it.
-static Run run_from(const Layer &layer, const Step &step, int64_t row) {
-    Run run{1, INT64_MAX};
-    if (!step.shared) return run;
-    const int32_t *with_last = step.shared + layer.cache_group * step.num_rows;
-    auto may_join = [&](int64_t other) {  // it has one token, which sees its context from the beginning on
-        return other < step.num_rows && queries_of(step, other) == 1 && (!layer.window || step.context_len[other] <= layer.window);
+private:
+    struct Pieces {                  // keys [begin, end) cut into `count`, each but the last of whole tiles
+        int64_t begin, end, count;
+        int64_t size() const { return ((end - begin) / count + 63) / 64 * 64; }
+        int64_t first(int64_t piece) const { return begin + piece * size(); }
+        int64_t last(int64_t piece) const { return piece == count - 1 ? end : std::min(end, first(piece) + size()); }
     };
-    while (may_join(row) && may_join(row + run.rows)) {
-        int64_t next = row + run.rows, shared = std::min<int64_t>({run.shared, with_last[next], step.context_len[row] - 1, step.context_len[next] - 1});
-        if (shared < LEAST_SHARED || (run.rows > 1 && run.rows * shared < (run.rows - 1) * run.shared)) break;
-        run = {run.rows + 1, shared};
-    }
-    return run;
-}
 
-// What a run shares is read once for all its rows; then each row reads the rest of its own.
-static void add_run(Tasks &made, const Layer &layer, const Step &step, int64_t row, const Run &run) {
-    const int64_t size = run.rows * (layer.heads / layer.kv_heads), token = step.query_start[row];
-    const int64_t parts = std::clamp<int64_t>(run.shared / LEAST_KEYS, 1, std::max<int64_t>(1, 4 * pool().threads() / layer.kv_heads));
-    for (int64_t head = 0; head < layer.kv_heads; head++) {
-        made.merges.push_back({token, run.rows, head, made.partials, parts + 1});
-        for (int64_t part = 0; part < parts; part++)
-            made.tasks.push_back({row, token, run.rows, head, run.shared * part / parts, run.shared * (part + 1) / parts, made.partials + part * size});
-        for (int64_t i = 0; i < run.rows; i++)
-            made.tasks.push_back({row + i, token + i, 1, head, run.shared, step.context_len[row + i],
-                                  made.partials + parts * size + i * (layer.heads / layer.kv_heads)});
-        made.partials += (parts + 1) * size;
-    }
-}
+    struct Part {                    // what a row makes of keys that it reads together with others
+        int64_t partial;             // of the first kv head and the first piece
+        int64_t pieces, stride;      // stride: from one piece to the next, and from the last of a kv head to the first of the next
+        int64_t before;              // another part of the row, or -1
+    };
 
-// Keys behind the window of a task's first query are no part of it.
-static void add_row(Tasks &made, const Layer &layer, const Step &step, int64_t row, int64_t split) {
-    const int64_t group = layer.heads / layer.kv_heads;
-    for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token += QUERIES) {
-        int64_t queries = std::min<int64_t>(QUERIES, step.query_start[row + 1] - token);
-        int64_t first = first_seen(layer, step.positions[token]), context = step.positions[token + queries - 1] + 1;
-        int64_t parts = std::clamp<int64_t>((context - first) / LEAST_KEYS, 1, split);
-        for (int64_t head = 0; head < layer.kv_heads; head++) {
-            if (parts == 1) {
-                made.tasks.push_back({row, token, queries, head, first, context, -1});
-                continue;
+    const Layer &layer_;
+    const Step &step_;
+    const int64_t group_ = layer_.heads / layer_.kv_heads;
+    std::vector<Part> parts_;
+    std::vector<int64_t> parts_of_;  // of each row: the last of its parts, or -1
+    std::vector<int64_t> own_;       // of each row: the first key that it reads for itself
+
+    static int64_t tasks_of(int64_t queries) { return (queries + QUERIES - 1) / QUERIES; }
+    static int64_t at_most(int64_t tasks) { return std::max<int64_t>(1, 4 * pool().threads() / std::max<int64_t>(1, tasks)); }
+    static Pieces cut(int64_t begin, int64_t end, int64_t most) { return {begin, end, std::clamp<int64_t>((end - begin) / LEAST_KEYS, 1, most)}; }
+    // Whoever is last to take one takes a short one.
+    static void longest_first(std::vector<Task> &tasks) {
+        std::stable_sort(tasks.begin(), tasks.end(),
+                         [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
+    }
+    int64_t first_of(int64_t token) const { return first_seen(layer_, step_.positions[token]); }
+
+    void add_nodes(const SharedNode *first, const SharedNode *last) {
+        int64_t rows = 0, tasks = 0;
+        for (const SharedNode *node = first; node < last; node++) rows += node->count;
+        made.tokens.reserve(size_t(rows));  // tasks point into it
+        const int64_t at_once = std::clamp<int64_t>(rows * layer_.kv_heads / pool().threads(), LEAST_ROWS, QUERIES);  // so that no thread waits
+        for (const SharedNode *node = first; node < last; node++) tasks += (node->count + at_once - 1) / at_once * layer_.kv_heads;
+        for (const SharedNode *node = first; node < last; node++)
+            for (int64_t i = 0; i < node->count; i += at_once)
+                add_node(*node, step_.shared_rows + node->first + i, std::min<int64_t>(at_once, node->count - i), at_most(tasks));
+    }
+
+    // Rows whose window begins behind the keys of a node have no part in it.
+    void add_node(const SharedNode &node, const int32_t *rows, int64_t count, int64_t most) {
+        const int32_t *tokens = made.tokens.data() + made.tokens.size();
+        std::vector<int64_t> readers;
+        int64_t begin = INT64_MAX;
+        for (int64_t i = 0; i < count; i++) {
+            const int32_t token = step_.query_start[rows[i]];
+            own_[rows[i]] = node.end;
+            if (first_of(token) >= node.end) continue;
+            begin = std::min(begin, std::max<int64_t>(node.begin, first_of(token)));
+            made.tokens.push_back(token);
+            readers.push_back(rows[i]);
+        }
+        if (readers.empty()) return;
+        const int64_t queries = int64_t(readers.size());
+        const Pieces pieces = cut(begin, node.end, most);
+        for (int64_t i = 0; i < queries; i++) {
+            parts_.push_back({made.partials + i * group_, pieces.count, queries * group_, parts_of_[readers[i]]});
+            parts_of_[readers[i]] = int64_t(parts_.size()) - 1;
+        }
+        for (int64_t head = 0; head < layer_.kv_heads; head++) add_pieces({rows[0], tokens[0], queries, tokens, head, 0, 0, 0, nullptr, 0}, pieces);
+    }
+
+    // Some queries of a row over the keys that it has for itself. Keys behind the window of the first one are no part of it.
+    void add_queries(int64_t row, int64_t token, int64_t most) {
+        const int64_t queries = std::min<int64_t>(QUERIES, step_.query_start[row + 1] - token);
+        const int64_t begin = std::max(own_[row], first_of(token)), end = step_.positions[token + queries - 1] + 1;
+        const Pieces pieces = cut(begin, end, most);
+        for (int64_t head = 0; head < layer_.kv_heads; head++) {
+            Task task{row, token, queries, nullptr, head, begin, end, -1, nullptr, 0};
+            for (int64_t part = parts_of_[row]; part >= 0; part = parts_[part].before)
+                for (int64_t piece = 0; piece < parts_[part].pieces; piece++, task.parts++)
+                    made.places.push_back(parts_[part].partial + (head * parts_[part].pieces + piece) * parts_[part].stride);
+            if (pieces.count > 1) {  // all of them at once: what is left to the last task is to put them together
+                for (int64_t piece = 0; piece < pieces.count; piece++, task.parts++) made.places.push_back(made.partials + piece * queries * group_);
+                add_pieces(task, pieces);
+                task.begin = end;
             }
-            made.merges.push_back({token, queries, head, made.partials, parts});
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t size = ((context - first) / parts + 63) / 64 * 64, begin = first + part * size;
-                int64_t end = part == parts - 1 ? context : std::min(context, begin + size);
-                made.tasks.push_back({row, token, queries, head, begin, end, made.partials});
-                made.partials += queries * group;
-            }
+            (task.parts ? made.last : made.first).push_back(task);
         }
     }
-}
 
-static Tasks make_tasks(const Layer &layer, const Step &step) {
-    Tasks made;
-    int64_t count = 0;
-    for (int64_t row = 0; row < step.num_rows; row++) count += (queries_of(step, row) + QUERIES - 1) / QUERIES * layer.kv_heads;
-    int64_t split = std::max<int64_t>(1, 4 * pool().threads() / std::max<int64_t>(1, count));
-    for (int64_t row = 0; row < step.num_rows;) {
-        Run run = run_from(layer, step, row);
-        if (run.rows > 1) add_run(made, layer, step, row, run);
-        else add_row(made, layer, step, row, split);
-        row += run.rows;
+    void add_pieces(Task task, const Pieces &pieces) {
+        for (int64_t piece = 0; piece < pieces.count; piece++) {
+            task.begin = pieces.first(piece), task.end = pieces.last(piece), task.partial = made.partials;
+            made.first.push_back(task);
+            made.partials += task.queries * group_;
+        }
     }
-    // The longest first: whoever is last to take one takes a short one.
-    std::stable_sort(made.tasks.begin(), made.tasks.end(),
-                     [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
-    return made;
-}
+};
 
 static bool alike(const Layer &a, const Layer &b) {
     return a.heads == b.heads && a.kv_heads == b.kv_heads && a.head_dim == b.head_dim && a.window == b.window && a.cache_group == b.cache_group;
@@ -99,40 +129,20 @@ StepTasks::StepTasks(const Model &model, const Step &step) {
         kind_.push_back(size_t(same - kinds.begin()));
         if (same != kinds.end()) continue;
         kinds.push_back(layer);
-        made_.push_back(make_tasks(*layer, step));
+        made_.push_back(TaskMaker(*layer, step).made);
         partial_numbers_ = std::max(partial_numbers_, made_.back().partials * (layer->head_dim + 2));
-    }
-}
-
-static void merge(const Layer &layer, const Merge &merged, const float *partials, const Target &out) {
-    int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, size = merged.queries * group;
-    std::vector<float> whole(static_cast<size_t>(dim));
-    for (int64_t i = 0; i < size; i++) {
-        float largest = -INFINITY, total = 0;
-        auto part = [&](int64_t index) { return partials + (merged.partial + index * size + i) * (dim + 2); };
-        for (int64_t p = 0; p < merged.parts; p++) largest = std::max(largest, part(p)[dim]);
-        std::fill(whole.begin(), whole.end(), 0.0f);
-        for (int64_t p = 0; p < merged.parts; p++) {
-            float weight = part(p)[dim] == -INFINITY ? 0.0f : fast_exp(part(p)[dim] - largest);
-            total += weight * part(p)[dim + 1];
-            for (int64_t d = 0; d < dim; d++) whole[d] += weight * part(p)[d];
-        }
-        const int64_t head = merged.kv_head * group + i % group;
-        total = with_sink(layer, head, largest, total);
-        for (int64_t d = 0; d < dim; d++) whole[d] /= total;
-        put(whole.data(), out, merged.token + i / group, head * dim, dim);
     }
 }
 
 void attend(const Model &model, const Layer &layer, const Step &step, const Tasks &tasks, const float *qkv, const Target &out, float *partials,
             Worker &me) {
-    me.deal(int64_t(tasks.tasks.size()), 1, [&](int64_t task, int64_t end) {
-        for (; task < end; task++) kernels().attend(model, layer, step, qkv, out, partials, tasks.tasks[task], scratch(me.thread));
-    });
-    if (tasks.merges.empty()) return;
-    me.deal(int64_t(tasks.merges.size()), 1, [&](int64_t i, int64_t end) {
-        for (; i < end; i++) merge(layer, tasks.merges[i], partials, out);
-    });
+    auto run = [&](const std::vector<Task> &some) {
+        me.deal(int64_t(some.size()), 1, [&](int64_t task, int64_t end) {
+            for (; task < end; task++) kernels().attend(model, layer, step, qkv, out, partials, some[task], scratch(me.thread));
+        });
+    };
+    run(tasks.first);
+    if (!tasks.last.empty()) run(tasks.last);
 }
 
 static Buffer partials_;

@@ -6,13 +6,11 @@
 
 namespace octavo {
 
-struct Merge {  // parts of one context that have to become one
-    int64_t token, queries, kv_head, partial, parts;
-};
-
 struct Tasks {
-    std::vector<Task> tasks;
-    std::vector<Merge> merges;
+    std::vector<Task> first;
+    std::vector<Task> last;       // those that put parts together: they begin when all of the first are done
+    std::vector<int64_t> places;  // that tasks point to
+    std::vector<int32_t> tokens;  // the same
     int64_t partials = 0;
 };
 

@@ -36,14 +36,25 @@ inline const int32_t *table_of(const Layer &layer, const Step &step, int64_t row
     return step.tables + layer.cache_group * step.table_stride + row * step.table_width;
 }
 
+// Adds what was summed over other keys. part: the sums, and behind them the largest score and the total
+inline void join(const float *part, int64_t dim, Online &state, float *sums) {
+    const float largest = std::max(state.largest, part[dim]);
+    if (largest == -INFINITY) return;  // nothing was seen so far
+    const float mine = state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
+    const float other = part[dim] == -INFINITY ? 0.0f : fast_exp(part[dim] - largest);
+    for (int64_t i = 0; i < dim; i++) sums[i] = sums[i] * mine + part[i] * other;
+    state = {largest, state.total * mine + part[dim + 1] * other};
+}
+
 // A task's result: the weighted values divided by their total; or, for a part of the context, undivided with both numbers behind.
-inline void finish(const Layer &layer, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, const Target &out,
+inline void finish(const Layer &layer, const Task &task, Online state, float *sums, int64_t query, int64_t head, const Target &out,
                    float *partials) {
     int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
     if (task.partial < 0) {
+        for (int64_t i = 0; i < task.parts; i++) join(partials + (task.places[i] + query * group + head) * (dim + 2), dim, state, sums);
         float inverse = 1.0f / with_sink(layer, task.kv_head * group + head, state.largest, state.total);
         for (int64_t i = 0; i < dim; i++) sums[i] *= inverse;
-        return put(sums, out, task.token + query, (task.kv_head * group + head) * dim, dim);
+        return put(sums, out, task.token_of(query), (task.kv_head * group + head) * dim, dim);
     }
     float *to = partials + (task.partial + query * group + head) * (dim + 2);
     memcpy(to, sums, dim * sizeof(float));
@@ -185,7 +196,7 @@ template <int R, class... Arguments> inline void attend_rows(int64_t rows, const
     attend_tile<R>(arguments...);
 }
 
-// Queries of one row against its context, through the block table. scratch: a tile; queries, sums and states of the task.
+// Queries against the keys of a row, through its block table. scratch: a tile; queries, sums and states of the task.
 void attend_floats(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads;
@@ -196,10 +207,10 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
     std::fill(sums, sums + count * width, 0.0f);
     int64_t earliest = INT64_MAX;
     for (int64_t i = 0; i < count; i++) {
-        const float *q = qkv + ((task.token + i / group) * heads + task.kv_head * group + i % group) * dim;
+        const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
         for (int64_t d = 0; d < width; d++) queries[i * width + d] = d < dim ? q[d] : 0.0f;
         states[i] = {-INFINITY, 0.0f};
-        earliest = std::min(earliest, first_seen(layer, step.positions[task.token + i / group]));
+        earliest = std::min(earliest, first_seen(layer, step.positions[task.token_of(i / group)]));
     }
     for (int64_t begin = std::max(task.begin, earliest); begin < task.end; begin += KEYS) {
         FloatTile tile;
@@ -207,7 +218,7 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
         for (int64_t i = 0; i < count; i += QUERIES_AT_ONCE) {
             int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, count - i);
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t position = step.positions[task.token + (i + r) / group];
+                const int64_t position = step.positions[task.token_of((i + r) / group)];
                 low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
                 high[r] = std::min(tile.count, position + 1 - begin);
             }

@@ -187,17 +187,17 @@ inline HalfQueries load_queries(const Layer &layer, const Step &step, const floa
     queries.values = (float16_t *)(queries.states + count);
     std::fill(queries.sums, queries.sums + count * dim, 0.0f);
     for (int64_t i = 0; i < count; i++) {
-        const float *q = qkv + ((task.token + i / group) * heads + task.kv_head * group + i % group) * dim;
+        const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
         const float scale = power_above(largest_of(q, dim)) * ROOM;
         for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
         queries.scale[i] = scale * layer.attention_scale;
         queries.states[i] = {-INFINITY, 0.0f};
-        queries.earliest = std::min(queries.earliest, first_seen(layer, step.positions[task.token + i / group]));
+        queries.earliest = std::min(queries.earliest, first_seen(layer, step.positions[task.token_of(i / group)]));
     }
     return queries;
 }
 
-// Queries of one row against its context, through the block table.
+// Queries against the keys of a row, through its block table.
 void attend_halves(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
     if (!fits_halves(model, layer)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
@@ -216,7 +216,7 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
         for (int64_t i = 0; i < queries.count; i += QUERIES_AT_ONCE) {
             int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, queries.count - i);
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t position = step.positions[task.token + (i + r) / group];
+                const int64_t position = step.positions[task.token_of((i + r) / group)];
                 low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
                 high[r] = std::min(tile.count, position + 1 - begin);
             }

@@ -51,11 +51,16 @@ static inline void put(const float *values, const Target &target, int64_t row, i
         for (int64_t i = 0; i < count; i++) target.halves[place + i] = float_to_bf16(values[i]);
 }
 
-struct Task {                // attention of one kv head for some queries of one row, over a part of its context
-    int64_t row, token, queries;      // the first token and how many
+struct Task {                // attention of one kv head for some queries over keys of one row
+    int64_t row, token, queries;      // the row whose keys they are; the first token, and how many
+    const int32_t *tokens;            // or null: they follow the first one
     int64_t kv_head;
     int64_t begin, end;               // positions of the context
-    int64_t partial;                  // where its unfinished result goes, or -1: it is the whole
+    int64_t partial;                  // where its unfinished result goes, or -1: it is the whole, with these parts
+    const int64_t *places;            // of results over other keys of the same queries
+    int64_t parts;                    // how many these are
+
+    int64_t token_of(int64_t query) const { return tokens ? tokens[query] : token + query; }
 };
 
 // First position a query at `position` may see.

@@ -113,6 +113,13 @@ typedef struct {
     const Group *group;      // null: there is one rank
 } Model;
 
+// Keys that several rows read together, since they have them in the same blocks. The nodes of a row follow one another without a gap,
+// from its first key on.
+typedef struct {
+    int32_t first, count;                              // of its rows, in Step.shared_rows
+    int32_t begin, end;                                // its keys, by their positions
+} SharedNode;
+
 typedef struct {
     int32_t num_tokens, num_rows, table_width, num_samples;
     int64_t slot_stride, table_stride;                 // from one cache group to the next, in numbers
@@ -121,7 +128,9 @@ typedef struct {
     const int32_t *query_start;                        // [rows + 1]
     const int32_t *context_len;                        // [rows]
     const int32_t *tables;                             // [groups][rows][table_width]; behind a window they are not read
-    const int32_t *shared;                             // [groups][rows] or null: first tokens in the same blocks as those of the row before
+    const int32_t *shared_start;                       // [groups + 1] or null: the first of the nodes of each cache group
+    const SharedNode *shared_nodes;
+    const int32_t *shared_rows;                        // of all nodes: rows of one token each
     const int64_t *sample_index;                       // [samples], into tokens
     const float *received;                             // [tokens][hidden] or null: the stream of the stage before; null: ids are embedded
     float *passed;                                     // [tokens][hidden] or null: where the stream goes, if another stage has the rest

@@ -11,17 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import Layer, Matrix, address
+from octavo.kernels.cpu.library import Layer, Matrix
 from octavo.kernels.cpu.packing import unpack_rows
+from octavo.kernels.shared_keys import AllShared
 from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.kv_store import Caches
-from octavo.worker.native_program import NativeProgram, at, step_struct
-from octavo.worker.request_table import Words
+from octavo.worker.native_program import NativeProgram, at, put_shared, step_struct
 
 
 class LayerAttention(Protocol):
-    def prepare(self, step: StepTensors, shared: Words) -> None:
-        """Is called once a step. `shared`: see `NativeProgram.shared_tokens`"""
+    def prepare(self, step: StepTensors, shared: AllShared) -> None:
+        """Is called once a step."""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Returns the attention of a layer [T, heads * head_dim] for its q, k and v [T, all heads * head_dim], which are changed."""
@@ -35,9 +35,9 @@ class NativeAttention:
         self._model = whole.over(caches)
         self._held = whole, caches  # what the model points to
 
-    def prepare(self, step: StepTensors, shared: Words) -> None:
+    def prepare(self, step: StepTensors, shared: AllShared) -> None:
         self._tensors, self._shared, self._step = step, shared, step_struct(step)  # the struct points to the others
-        self._step.shared = address(shared)
+        put_shared(self._step, shared)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         self.write(layer, qkv)
@@ -75,7 +75,7 @@ class NativeLayers:
     def _through(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns the residual stream, and what the last layer adds to it."""
         whole, sum_up = self._whole, self._whole.place.comm.all_reduce
-        self._attention.prepare(step, whole.shared_tokens(step))
+        self._attention.prepare(step, whole.shared_keys(step))
         received = whole.received(len(step.token_ids))
         stream, news = self._embed(step.token_ids) if received is None else received, None
         for index, layer in enumerate(whole.layers):

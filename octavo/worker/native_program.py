@@ -32,18 +32,19 @@ from octavo.kernels.cpu.library import (
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
+from octavo.kernels.shared_keys import NATIVE_COST, AllShared
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.attention import build_rope
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
 from octavo.model_config import RopeConfig
-from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import ALONE, Forward, Place, Shape
 from octavo.worker.rank_sampling import RankSampling
-from octavo.worker.request_table import RequestTable, Words
+from octavo.worker.request_table import RequestTable
+from octavo.worker.step_sharing import StepSharing
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
 
@@ -73,6 +74,7 @@ class NativeProgram:
         self._spans = [links * block_size for links in table.layout.links]  # tokens in a block of each cache group
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
+        self.sharing = StepSharing(table, self._spans, NATIVE_COST)
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
@@ -131,8 +133,8 @@ class NativeProgram:
         return passed
 
     def _call(self, step: StepTensors, described: Step) -> None:
-        shared, received = self.shared_tokens(step), self.received(len(step.token_ids))
-        described.shared = address(shared)
+        shared, received = self.shared_keys(step), self.received(len(step.token_ids))
+        put_shared(described, shared)
         described.received = None if received is None else at(received)
         code = self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
         if self._comm is not None:
@@ -149,16 +151,9 @@ class NativeProgram:
             self._last = step, step_struct(step)
         return self._last[1]
 
-    def shared_tokens(self, step: StepTensors) -> Words:
-        """Returns for each cache group and entry how many of its first tokens lie in the same blocks as those of the entry before it."""
-        shared = np.zeros((len(self._spans), len(step.row)), np.int32)
-        if len(step.row) > 1:
-            longest = int(step.context_len.numpy().max())
-            for own, span, table in zip(shared, self._spans, step.tables.numpy()):
-                blocks = table[:, : -(-longest // span)]
-                same = (blocks[1:] == blocks[:-1]) & (blocks[1:] != NULL_BLOCK)
-                own[1:] = np.logical_and.accumulate(same, axis=1).sum(axis=1) * span
-        return shared
+    def shared_keys(self, step: StepTensors) -> AllShared:
+        """Returns which keys entries of the step read together. Whoever calls the library with it keeps it until then."""
+        return AllShared.of(self.sharing.of(step))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.logits_in(len(hidden), hidden)
@@ -252,6 +247,10 @@ class NativeProgram:
     def _matrix(self, packed: PackedMatrix) -> ctypes.Structure:
         self._kept.append(packed)
         return packed.struct
+
+
+def put_shared(described: Step, shared: AllShared) -> None:
+    described.shared_start, described.shared_nodes, described.shared_rows = map(address, (shared.start, shared.nodes, shared.rows))
 
 
 def step_struct(step: StepTensors) -> Step:

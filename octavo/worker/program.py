@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.ops import finish, prepare, sample
+from octavo.kernels.shared_keys import NOTHING, TORCH_COST, SharedKeys
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.comm import NOBODY, Channel, Comm
 from octavo.models.decoder import Decoder
@@ -25,6 +26,7 @@ from octavo.policy.stages import ONLY, Stage
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
+from octavo.worker.step_sharing import StepSharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Eager:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # of each layer
         most_rows, device = len(table.words), table.words.device
+        self.sharing = StepSharing(table, self._spans, TORCH_COST) if device.type == "cpu" else None
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
@@ -159,16 +162,18 @@ class Eager:
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
         """Returns the batch of the first cache group, which knows those of the others."""
-        batch, *others = [self._batch_of(group, step, shape) for group in range(len(self._spans))]
+        shared = [NOTHING] * len(self._spans) if self.sharing is None else self.sharing.of(step)
+        batch, *others = [self._batch_of(group, step, shape, keys) for group, keys in enumerate(shared)]
         if others:
             batch.by_layer = [[batch, *others][group] for group in self._groups]
         return batch
 
-    def _batch_of(self, group: int, step: StepTensors, shape: Shape) -> ForwardBatch:
+    def _batch_of(self, group: int, step: StepTensors, shape: Shape, shared: SharedKeys) -> ForwardBatch:
         batch = ForwardBatch(
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
             context_len=step.context_len, tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
             caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
+            shared=shared,
         )  # fmt: skip
         batch.attention = self._backend.prepare(batch)
         return batch

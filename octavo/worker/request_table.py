@@ -31,9 +31,11 @@ class RequestTable:
         self.words = torch.zeros(num_rows, layout.width, dtype=torch.int32, device=device)  # [rows, width]; the rest are views
         self.num_tokens, self.num_prompt = self.words[:, NUM_TOKENS], self.words[:, NUM_PROMPT]
         self.token_ids = self.words[:, layout.tokens :]  # [rows, max_len]
+        self.changes = TableChanges(num_rows, layout.groups)
 
     def apply(self, plan: StepPlan) -> None:
         """Makes every change of a plan in the rows, in the order it was decided."""
+        self.changes.apply(plan)
         if plan.row_forks:
             self._copy_lines(plan.row_forks)
         runs: list[tuple[int, Words]] = []  # where they go, and what
@@ -100,6 +102,30 @@ class RequestTable:
         table = np.stack([starts, places, counts], axis=1).ravel().view(np.int32)  # [N, 3] of two words each
         sent = upload(np.concatenate([table, *(words for _, words in runs)]), self.words.device)
         copy_words(sent, self.words.view(-1), _runs(sent[: table.size]), int(counts.max()))
+
+
+class TableChanges:
+    """Counts the changes of each block table other than at its end. While a count stays, what was found in the table before is there."""
+
+    def __init__(self, num_rows: int, groups: int) -> None:
+        self.count = np.zeros((groups, num_rows), np.int64)
+        self._blocks = np.zeros((groups, num_rows), np.int64)  # of each table
+
+    def apply(self, plan: StepPlan) -> None:
+        forked = [self._blocks[:, fork.source].copy() for fork in plan.row_forks]  # all reads before any write
+        for fork, blocks in zip(plan.row_forks, forked):
+            self.count[:, fork.row] += 1
+            self._blocks[:, fork.row] = blocks
+        for write in plan.row_writes:
+            self.count[:, write.row] += 1
+            self._blocks[:, write.row] = [len(table) for table in write.tables]
+        for row, _ in plan.lengths:
+            self.count[:, row] += 1
+        if plan.new_blocks:
+            rows, groups, index, _ = np.array(plan.new_blocks).T
+            replaced = index < self._blocks[groups, rows]
+            self.count[groups[replaced], rows[replaced]] += 1
+            np.maximum.at(self._blocks, (groups, rows), index + 1)
 
 
 def _runs(words: Tensor) -> Tensor:

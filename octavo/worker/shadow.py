@@ -29,6 +29,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
 from octavo.kernels.reference.partial_attention import kept_positions
+from octavo.kernels.shared_keys import AllShared
 from octavo.kernels.step_tensors import StepTensors
 from octavo.layers.comm import Channel, Comm
 from octavo.messages import StepPlan
@@ -40,7 +41,6 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Forward, Place, Program, Shape
-from octavo.worker.request_table import Words
 
 
 @dataclass(slots=True)
@@ -275,7 +275,7 @@ class ShadowedAttention:
         self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
         self._caches, self._shadow, self._groups = caches, shadow, whole.groups
 
-    def prepare(self, step: StepTensors, shared: Words) -> None:
+    def prepare(self, step: StepTensors, shared: AllShared) -> None:
         self._step = step
         self._paged.prepare(step, shared)
         self._plain.prepare(self._shadow.contiguous(step), shared)  # the same rows are read together, so that bits are equal
@@ -317,6 +317,7 @@ class ShadowedProgram:
 
 def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> ShadowedProgram:
     layers = NativeLayers(program, ShadowedAttention(program, caches, shadow))
+    program.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         step = program.prepared(shape)
@@ -330,6 +331,8 @@ def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> Sh
 
 def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
     """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
+    if eager.sharing is not None:
+        eager.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         shadow.watches = True

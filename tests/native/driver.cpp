@@ -185,7 +185,8 @@ struct Decoder {
         if (one.find("head.values") || one.find("head.codes")) model.head = weights(one, "head.");
         step.positions = one.must("positions").as<int64_t>(), step.slots = one.must("slots").as<int64_t>();
         step.query_start = one.must("query_start").as<int32_t>(), step.context_len = one.must("context_len").as<int32_t>();
-        step.tables = one.must("tables").as<int32_t>(), step.shared = one.get<int32_t>("shared");
+        step.tables = one.must("tables").as<int32_t>(), step.shared_start = one.get<int32_t>("shared_start");
+        step.shared_nodes = reinterpret_cast<const SharedNode *>(one.get<int32_t>("shared_nodes")), step.shared_rows = one.get<int32_t>("shared_rows");
         step.token_ids = one.get<int64_t>("token_ids"), step.sample_index = one.get<int64_t>("sample_index");
         step.num_tokens = int32_t(one.must("positions").count()), step.num_rows = int32_t(one.must("context_len").count());
         step.table_width = int32_t(one.must("tables").shape[1]);

@@ -17,7 +17,7 @@ from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, addres
 from octavo.kernels.reference.attention import from_codes, to_codes
 from octavo.kernels.reference.layer import add_rms_norm
 from tests.support.native import error, levels_here, running
-from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, written_twin
+from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, tree_of_rows, written_twin
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
@@ -116,6 +116,26 @@ def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
                 for window in (0, 100, 250):
                     case = AttentionCase(rows=rows, heads=6, cache_kind=CACHES[cache], window=window, seed=threads, shared=shared)
                     check(case, library)
+
+
+# promise: shared-reads
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(level: str, cache: str) -> None:
+    for threads, seed in ((1, 1), (3, 2), (2, 3), (3, 4)):
+        with running(level, threads) as library:
+            for window, cap, sinks in ((0, 0.0, False), (0, 3.0, True), (40, 0.0, False), (170, 0.0, True)):
+                kind = {"cache_kind": CACHES[cache], "window": window, "soft_cap": cap, "sinks": sinks, "block_size": 2**seed}
+                case = tree_of_rows(seed, rows=40, heads=6, **kind)
+                assert len(case.shared_keys.nodes) > 10
+                check(case, library)
+
+
+@pytest.mark.parametrize("cache", ["bf16", "f16"])
+def test_many_rows_of_four_prompts_are_read_in_tasks_of_some(cache: str) -> None:
+    case = tree_of_rows(9, rows=256, longest=120, heads=2, kv_heads=1, head_dim=16, cache_kind=CACHES[cache])
+    with running(LEVELS[-1], 2) as library:
+        check(case, library)
 
 
 @st.composite

@@ -24,7 +24,17 @@ from octavo.kernels.reference.layer import add_rms_norm
 from tests.support.case_file import Case, Expected, write_cases
 from tests.support.cross_sampling import sampling_cases
 from tests.support.draws import make_logits
-from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, stored_twin, written_twin
+from tests.support.native_attention import (
+    MANY_TOGETHER,
+    MIXED,
+    TOGETHER,
+    attended_twin,
+    in_halves,
+    rounds,
+    stored_twin,
+    tree_of_rows,
+    written_twin,
+)
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_step import BATCHES, HIDDEN, INNER, KINDS, Decoder, Multiply
 from tests.support.native_weights import FEW_ROWS, TOLERANCE, Weights, form_of, gated, make_weights
@@ -199,6 +209,7 @@ def attention_cases() -> Iterator[Case]:
         longer += [replace(base, soft_cap=cap, window=window, **beside) for cap, window in ((0.0, 0), (1.0, 300))]  # type: ignore[arg-type]
         longer += [replace(base, rows=TOGETHER[0], shared=TOGETHER[1], heads=6, window=window) for window in (0, 100)]
         longer.append(replace(base, rows=MANY_TOGETHER[0], shared=MANY_TOGETHER[1], heads=6))
+        longer += [replace(tree_of_rows(window, heads=6, cache_kind=kind), window=window) for window in (0, 120)]
         for case in mixes + longer:
             yield attend_case(case, name, title_of(case))
             if case in mixes:
@@ -258,7 +269,8 @@ def attend_case(case: AttentionCase, name: str, title: str) -> Case:
 def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, caches: tuple[Cache, Cache]) -> Case:
     found = Case(kernel, title, model_numbers(case), step_arrays(case))
     found.arrays |= {"qkv": qkv, **cache_arrays(caches)}
-    found.arrays["shared"] = np.array(case.shared or [0] * len(case.rows), np.int32) * np.int32(case.block_size)
+    shared = case.shared_keys
+    found.arrays |= {"shared_start": shared.start, "shared_nodes": shared.nodes, "shared_rows": shared.rows}
     with_attention(found, case)
     if case.norms is not None:
         found.arrays |= {"layer0.q_norm": case.norms[0], "layer0.k_norm": case.norms[1]}

@@ -1,5 +1,8 @@
 """What writing into a cache and attending over it give, by the torch twins; and mixes of rows that try all of it."""
 
+import random
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -14,6 +17,19 @@ MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a 
 # with a prompt between, a beginning too short to count.
 TOGETHER = (((200, 1), (190, 1), (176, 1), (300, 1), (70, 33), (260, 1), (261, 1), (20, 1)), (0, 11, 11, 5, 0, 4, 16, 1))
 MANY_TOGETHER = (((530, 1),) * 20, (0,) + (32,) * 19)
+
+
+def tree_of_rows(seed: int, rows: int = 24, prompts: int = 4, longest: int = 300, **kind: Any) -> AttentionCase:
+    """Single tokens whose contexts begin like that of any row before them, so that beginnings make a tree and rows stand in no order.
+
+    The first rows are prompts that begin like nobody. Some of the others compute several tokens.
+    """
+    draw, size = random.Random(seed), int(kind.get("block_size", 16))
+    pasts = [longest if row < prompts else draw.randint(1, longest) for row in range(rows)]
+    like = [0] * prompts + [draw.randrange(row) for row in range(prompts, rows)]
+    shared = [0] * prompts + [draw.randint(0, min(pasts[row], pasts[like[row]]) // size) for row in range(prompts, rows)]
+    new = [draw.choice((1, 1, 1, 1, 1, 1, 5)) if row >= prompts else 1 for row in range(rows)]
+    return AttentionCase(rows=tuple(zip(pasts, new)), shared=tuple(shared), like=tuple(like), seed=seed, **kind)
 
 
 def written_twin(case: AttentionCase, projected: Floats | None = None, norms: tuple[Floats, Floats] | None = None) -> Floats:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.library import BF16, F16, F32, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.shared_keys import FREE, AllShared, ReadCost, SharedKeys, SharedReads
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -71,7 +72,9 @@ class AttentionCase:
     soft_cap: float = 0.0
     sinks: bool = False
     seed: int = 0
-    shared: tuple[int, ...] = ()  # for each row, the blocks at its beginning that are those of the row before, all written in the past
+    shared: tuple[int, ...] = ()  # for each row, the blocks at its beginning that are those of another, all written in the past
+    like: tuple[int, ...] = ()  # for each row, the one before it in which it has these; without any: the row just before it
+    cost: ReadCost = FREE  # of reading together
 
     @cached_property
     def random(self) -> np.random.Generator:
@@ -98,8 +101,15 @@ class AttentionCase:
         for row, count in enumerate(held):
             tables[row, :count], blocks = blocks[:count], blocks[count:]
         for row, count in enumerate(self.shared):
-            tables[row, :count] = tables[row - 1, :count]
+            tables[row, :count] = tables[self.like[row] if self.like else row - 1, :count]
         return tables
+
+    @cached_property
+    def shared_keys(self) -> AllShared:
+        single = np.flatnonzero(np.diff(self.query_start) == 1)
+        reads = SharedReads(self.tables, self.block_size, self.cost)
+        keys = reads.nodes(single.astype(np.int32), self.context_len[single], np.zeros(len(self.rows), np.int64))
+        return AllShared.of([SharedKeys(keys.nodes, single[keys.rows].astype(np.int32))])
 
     @cached_property
     def token_rows(self) -> Integers:
@@ -152,16 +162,20 @@ class AttentionCase:
         qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
         cos, sin = np.cos(self.angles), np.sin(self.angles)
         layer = self.layer(cos, sin, k, v)
-        model = Model(num_layers=1, cache_kind=self.cache_kind, eps=1e-6, layers=ctypes.pointer(layer))
-        shared = np.array(self.shared or [0] * len(self.rows), np.int32) * np.int32(self.block_size)
-        step = Step(
-            num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
-            slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),
-            tables=address(self.tables), shared=address(shared),
-        )  # fmt: skip
+        model, step = Model(num_layers=1, cache_kind=self.cache_kind, eps=1e-6, layers=ctypes.pointer(layer)), self.step()
         library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
         library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
         return qkv, out, k, v
+
+    def step(self) -> Step:
+        """It points to the arrays of the case."""
+        shared = self.shared_keys
+        return Step(
+            num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
+            slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),
+            tables=address(self.tables), shared_start=address(shared.start), shared_nodes=address(shared.nodes),
+            shared_rows=address(shared.rows),
+        )  # fmt: skip
 
     def layer(self, cos: Floats, sin: Floats, k: Cache, v: Cache) -> Layer:
         """What attention has of a layer. It points to the arrays, and keeps none of them."""

@@ -39,6 +39,12 @@ def load_regions(buffer: Tensor, rows: Tensor, length: int) -> Tensor:
     return buffer.narrow(1, 0, length).index_select(0, rows)
 
 
+def load_spans(buffer: Tensor, rows: Tensor, first: Tensor, length: int) -> Tensor:
+    """As `load_regions`, from another token on in each row. Behind the end of a region, its last token stands again."""
+    places = first[:, None] + torch.arange(length)
+    return buffer[rows[:, None].long(), places.clamp_(max=buffer.shape[1] - 1)]
+
+
 def zero_tail(loaded: Tensor, tail: Tensor) -> Tensor:
     """Zeroes, in place, the tokens listed in `tail` (row * length + position)."""
     if tail.numel():
@@ -68,10 +74,10 @@ def attend(
         mask = None if mask is None else mask.float()
         return attend(q.float(), k.float(), v.float(), mask, causal, scale, soft_cap, sinks).to(q.dtype)
     rows, num_query, heads, head_dim = q.shape
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
     if soft_cap is not None or sinks is not None:
         assert not causal, "scores that are made one by one need a mask"
-        return _attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
+        return attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     if num_query == 1:
         # Heads that share a kv head become its queries: each key is then read once, not once a head.
         grouped = q.view(rows, k.shape[1], -1, head_dim)
@@ -81,13 +87,32 @@ def attend(
     return out.transpose(1, 2)
 
 
-def _attend_by_scores(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """As `attend`, in float32 and for some queries at a time. k, v: [rows, kv_heads, length, head_dim]"""
+def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns attention over some of the keys, shaped like q, and its log-sum-exp [rows, num_query, heads]. All in float32.
+
+    Every query sees one of these keys at least: a log-sum-exp says nothing of one that sees none. mask: [rows, 1, num_query, length]
+    """
+    if soft_cap is not None:
+        lse = torch.empty(q.shape[:3])
+        return attend_by_scores(q, k, v, mask, scale, soft_cap, lse=lse), lse
+    num_query, group = q.shape[1], q.shape[2] // k.shape[2]
+    grouped = q.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, num_query * group, head_dim]
+    mask = None if mask is None else mask.repeat_interleave(group, 2)
+    # What `scaled_dot_product_attention` calls on a CPU; it does not give out the log-sum-exp.
+    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mixed, sums = of_cpu(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    parts = (each.unflatten(2, (num_query, group)).transpose(1, 2).flatten(2, 3) for each in (mixed, sums))
+    return next(parts), next(parts)
+
+
+def attend_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `attend`, in float32 and for some queries at a time. lse: [rows, num_query, heads], where log-sum-exps go, if they are wanted"""
     rows, num_query, heads = q.shape[:3]
-    kv_heads, length = k.shape[1:3]
-    keys, values = (one.to(torch.float32, memory_format=torch.contiguous_format) for one in (k, v))
+    length, kv_heads = k.shape[1:3]
+    keys, values = (one.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format) for one in (k, v))
     rests = None if sinks is None else sinks.float().view(kv_heads, -1, 1, 1)
     out = torch.empty_like(q)
     at_once = max(SCORES // (rows * heads * length), 1)
@@ -102,6 +127,8 @@ def _attend_by_scores(
         sums = torch.logsumexp(scores, -1, keepdim=True)
         if rests is not None:
             sums = torch.logaddexp(sums, rests)
+        if lse is not None:
+            lse[:, queries] = sums[..., 0].permute(0, 3, 1, 2).flatten(2)
         mixed = torch.matmul(scores.sub_(sums).exp_().flatten(2, 3), values).unflatten(2, grouped.shape[2:4])
         out[:, queries] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
     return out
