@@ -7,7 +7,8 @@ extern "C" void octavo_struct_sizes(int64_t *sizes) {
     sizes[2] = sizeof(Layer);
     sizes[3] = sizeof(Group);
     sizes[4] = sizeof(Model);
-    sizes[5] = sizeof(Step);
-    sizes[6] = sizeof(Draws);
-    sizes[7] = sizeof(Ranking);
+    sizes[5] = sizeof(SharedNode);
+    sizes[6] = sizeof(Step);
+    sizes[7] = sizeof(Draws);
+    sizes[8] = sizeof(Ranking);
 }

@@ -210,7 +210,7 @@ void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16
 
-void octavo_struct_sizes(int64_t *sizes);    // [8]: bytes of Matrix, Mixture, Layer, Group, Model, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [9]: bytes of Matrix, Mixture, Layer, Group, Model, SharedNode, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

@@ -109,7 +109,7 @@ class Listener:
     def __init__(self) -> None:
         self.given: list[Delta] = []
 
-    def take(self, wait: bool) -> list[AddRequest]:
+    def take(self, wait: bool, seconds: float | None) -> list[AddRequest]:
         return []
 
     def publish(self, pulse: object) -> None:

@@ -130,7 +130,7 @@ class Mute:
         self.shown: list[ViewFrame] = []
         self._commands = list(commands)
 
-    def take(self, wait: bool) -> list[Command]:
+    def take(self, wait: bool, seconds: float | None) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
 

@@ -44,7 +44,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def engines_on_ray(folder: str, serving: Serving = THREE, **settings: Any) -> AsyncIterator[AsyncLLM]:
     """Ready, and checked to leave nothing behind."""
     settings = {"max_num_seqs": 8, "distributed_executor_backend": "ray"} | settings
-    async with engine_process(folder, "forward.sleep=20", serving, **settings) as llm:
+    async with engine_process(folder, "forward.sleep=50", serving, **settings) as llm:
         yield llm
         left = engine_actors() | engines_on_nodes() | {replica.pid for replica in llm.replicas if replica.pid is not None}
         assert len(left) >= 3 * serving.engines

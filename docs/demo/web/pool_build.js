@@ -14,6 +14,7 @@ const KINDS = {
   cached: "cached",
   free: "free",
   sealed: "full",
+  pinned: "pinned",
 };
 const MARKS = { write: "written now", hit: "prefix hit", copy: "copied", evict: "evicted", preempt: "preempted", lit: "selected" };
 
@@ -74,7 +75,7 @@ function write(element, text) {
 
 export function writeFigures({ figures, legend: list }, state, counts) {
   const total = state.head.num_blocks - 1;
-  const used = counts.held + counts.shared;
+  const used = counts.held + counts.shared + counts.pinnedAlone;
   const share = (100 * used) / total;
   const words = used > 0 && share < 0.1 ? "< 0.1" : share.toFixed(1);
   write(figures, `${used.toLocaleString()} of ${total.toLocaleString()} blocks in use (${words} %), ${state.head.block_size} tokens each`);

@@ -1,7 +1,7 @@
 // The cells on their canvas. Sparse: each is drawn, with letter, number and marks as far as there is room. Dense: each is one
 // pixel of a small image, the mean colour of its blocks, which the canvas shows enlarged. Both draw only what changed.
 
-import { CACHED, COLOURED, FREE, HELD, SHARED, countOf, fillOf, isDim, isLit, isSealed, kindOf, markOf } from "./pool_codes.js";
+import { CACHED, COLOURED, FREE, HELD, SHARED, countOf, fillOf, isDim, isLit, isPinned, isSealed, kindOf, markOf } from "./pool_codes.js";
 import { blocksOf, cellOf, placeOf, sideOf } from "./pool_layout.js";
 import { colourOf, css, inkOn, letterOf, mix } from "./palette.js";
 
@@ -126,6 +126,7 @@ export class CellPainter {
     if (cell >= LEAST_FOR_TEXT && kind >= HELD) this.#writeMark(x, y, cell, code, fill);
     if (cell >= LEAST_FOR_NUMBERS) this.#writeNumber(x, y, cell, block, code, fill);
     if (cell >= LEAST_FOR_MARKS && isSealed(code)) this.#corner(x, y, cell, isDim(code));
+    if (cell >= LEAST_FOR_MARKS && isPinned(code)) this.#pin(x, y, cell, isDim(code));
     if (isLit(code)) this.#outline(x, y, cell);
   }
 
@@ -174,6 +175,15 @@ export class CellPainter {
     this.#context.moveTo(x + cell, y);
     this.#context.lineTo(x + cell - side, y);
     this.#context.lineTo(x + cell, y + side);
+    this.#context.fill();
+  }
+
+  /** A dot in the corner that a full block leaves free. */
+  #pin(x, y, cell, dim) {
+    const radius = Math.max(2, cell * 0.13);
+    this.#context.fillStyle = css(this.palette.accent, dim ? 0.4 : 1);
+    this.#context.beginPath();
+    this.#context.arc(x + radius + 1, y + radius + 1, radius, 0, 2 * Math.PI);
     this.#context.fill();
   }
 

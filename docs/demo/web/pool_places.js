@@ -6,7 +6,7 @@
 // All places are given anew only when cells change their size: when they no longer fit, or when much larger ones would.
 
 import { LARGEST, READABLE, capacity } from "./pool_layout.js";
-import { CACHED, HELD, isLit, kindOf } from "./pool_codes.js";
+import { CACHED, HELD, isLit, isPinned, kindOf } from "./pool_codes.js";
 
 const SIZES = [LARGEST, 36, 30, READABLE + 3, READABLE, 16, 12, 9, 7]; // pixels
 const ROOM_TO_GROW = 1.5; // cells become larger only if so many times as many of them would fit
@@ -127,7 +127,7 @@ export class Places {
   }
 }
 
-const isNeeded = (code) => kindOf(code) >= HELD || (kindOf(code) === CACHED && isLit(code) === 1);
+const isNeeded = (code) => kindOf(code) >= HELD || (kindOf(code) === CACHED && (isLit(code) === 1 || isPinned(code) === 1));
 
 /** How many blocks are needed, and how many more are cached. */
 function count(codes) {

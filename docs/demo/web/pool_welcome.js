@@ -23,7 +23,7 @@ export class Welcome {
 
   /** Shows it while nothing was ever asked; returns whether that has changed. */
   draw(state, counts, recorded) {
-    const untouched = !recorded && state.seqs.size + state.ended.size + state.numSteps + counts.held + counts.shared + counts.cached === 0;
+    const untouched = !recorded && state.seqs.size + state.ended.size + state.numSteps + counts.held + counts.shared + counts.cached + counts.pinned === 0;
     if (untouched && this.#element.dataset.size !== String(state.head.block_size)) {
       this.#element.dataset.size = state.head.block_size;
       this.#sentence.textContent = `Each square here is a block: a piece of memory with room for ${state.head.block_size} tokens of a conversation. A letter marks who uses it.`;

@@ -25,16 +25,17 @@ export function tokenList(tokens, head) {
   return tokens.map((token) => make("bdi", { class: "token" }, visible(token) || "∅"));
 }
 
-const WORDS_OF_KIND = { free: "free", cached: "cached, until its room is needed", held: "in use", shared: "shared" };
+const WORDS_OF_KIND = { free: "free", cached: "cached, until its room is needed", held: "in use", shared: "shared", pinned: "pinned, so it stays in the cache" };
 
 /** A block in one sentence. */
 export function sayBlock(state, block) {
-  const { ref, sealed, digests, tokens, since } = state.blocks;
+  const { ref, sealed, pinned, digests, tokens, since } = state.blocks;
   const kind = state.kind(block);
   const parts = [`Block ${block}: ${kind === "shared" ? `shared by ${ref[block]}` : WORDS_OF_KIND[kind]}`];
   const owners = state.owners(block);
   if (owners.length) parts.push(owners.slice(0, 8).map(([seq, index]) => `entry ${index} of ${nameOf(seq)}`).join(", "));
   if (owners.length > 8) parts.push(`and ${owners.length - 8} more`);
+  if (pinned[block] && kind === "shared") parts.push("pinned");
   if (sealed[block]) parts.push(`full, digest ${digests[block] || "not known"}`);
   if (kind !== "free" && since[block]) parts.push(`for ${Math.max(0, state.at - since[block]).toFixed(1)} s`);
   if (tokens[block]) parts.push(`${tokens[block].length} of ${state.head.block_size} tokens`);
@@ -57,6 +58,8 @@ const SENTENCES = {
   hit: (seq, tokens) => `${nameOf(seq)} found ${plural(tokens, "token")} of its prompt in the cache`,
   fork: (seq, child) => `${nameOf(seq)} was split: ${nameOf(child)} is another sample of its prompt`,
   admit: (seq) => `${nameOf(seq)} started`,
+  pin: (blocks, tokens) => `a prefix of ${plural(tokens, "token")} was pinned and stays in the cache, in ${plural(blocks, "block")}`,
+  unpin: (blocks, tokens) => `a pinned prefix of ${plural(tokens, "token")} was released`,
   note: (text) => text,
 };
 

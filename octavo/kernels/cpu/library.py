@@ -62,6 +62,12 @@ class Model(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SharedNode(ctypes.Structure):
+    """The words of `kernels/shared_keys.py`, where arrays of them are made."""
+
+    _fields_ = [("first", c_int32), ("count", c_int32), ("begin", c_int32), ("end", c_int32)]
+
+
 class Step(ctypes.Structure):
     _fields_ = [
         ("num_tokens", c_int32), ("num_rows", c_int32), ("table_width", c_int32), ("num_samples", c_int32),
@@ -86,7 +92,7 @@ class Ranking(ctypes.Structure):
     ]  # fmt: skip
 
 
-STRUCTS = (Matrix, Mixture, Layer, Group, Model, Step, Draws, Ranking)
+STRUCTS = (Matrix, Mixture, Layer, Group, Model, SharedNode, Step, Draws, Ranking)
 _MATRIX, _MODEL, _STEP, _GROUP = POINTER(Matrix), POINTER(Model), POINTER(Step), POINTER(Group)
 
 # By name: what it returns, what it takes.
