@@ -44,4 +44,3 @@ def spread_priority(priority: int | Sequence[int], count: int) -> Sequence[int]:
     if len(each) != count or not all(type(one) is int and abs(one) < 2**31 for one in each):
         raise RequestError("priority must be an integer below 2^31, or a list of them, one for each prompt", "priority")
     return each
-

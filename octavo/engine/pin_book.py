@@ -32,8 +32,6 @@ class PinEntry(Struct, array_like=True, frozen=True):
     prompt_token_ids: list[int]
     cache_salt: str
     maker: int  # id of the process that has it computed
-    made: float
-    made_at: float  # the same in unix seconds
     ends: float | None  # None: when it is released
     confirmed: bool = False  # all engines that were ready have it
 

@@ -43,9 +43,8 @@ class PinKeeper:
 
     async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str = "", seconds: float | None = None) -> PinnedPrefix:
         """Returns when all engines that are ready have computed it. If one cannot, none keeps it."""
-        now = time.monotonic()
-        ends = None if seconds is None else now + seconds
-        entry = PinEntry(token_hex(16), name, prompt_token_ids, cache_salt, os.getpid(), now, time.time(), ends)
+        ends = None if seconds is None else time.monotonic() + seconds
+        entry = PinEntry(token_hex(16), name, prompt_token_ids, cache_salt, os.getpid(), ends)
         self._book.add(entry)
         try:
             await self._compute_everywhere(entry)

@@ -105,8 +105,8 @@ class StallWatch:
 
 
 def _stack_of(thread: int | None) -> Stack:
-    """Where the thread is, from the outside in. Source lines come later: whoever opens files lets go of the interpreter, again and again,
-    and a busy thread does not give it back before the turn is over."""
+    """Returns where the thread is, from the outside in. Source lines are read later: to open a file lets go of the interpreter, and a busy
+    thread may keep it until its turn is over."""
     frame, stack = sys._current_frames().get(thread or 0), []
     while frame is not None:
         stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))

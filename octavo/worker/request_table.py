@@ -31,11 +31,18 @@ class RequestTable:
         self.words = torch.zeros(num_rows, layout.width, dtype=torch.int32, device=device)  # [rows, width]; the rest are views
         self.num_tokens, self.num_prompt = self.words[:, NUM_TOKENS], self.words[:, NUM_PROMPT]
         self.token_ids = self.words[:, layout.tokens :]  # [rows, max_len]
-        self.changes = TableChanges(num_rows, layout.groups)
+        self._changes: TableChanges | None = None  # nobody asks on a device, where it would be work for nothing
+
+    def count_changes(self) -> "TableChanges":
+        """Returns the counts of changes of block tables, which are kept from now on."""
+        if self._changes is None:
+            self._changes = TableChanges(len(self.words), self.layout.groups)
+        return self._changes
 
     def apply(self, plan: StepPlan) -> None:
         """Makes every change of a plan in the rows, in the order it was decided."""
-        self.changes.apply(plan)
+        if self._changes is not None:
+            self._changes.apply(plan)
         if plan.row_forks:
             self._copy_lines(plan.row_forks)
         runs: list[tuple[int, Words]] = []  # where they go, and what

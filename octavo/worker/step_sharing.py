@@ -15,7 +15,7 @@ class StepSharing:
         lines, layout = table.words.numpy(), table.layout
         firsts = [layout.table(group) for group in range(layout.groups)]
         self._reads = [SharedReads(lines[:, first : first + layout.max_blocks], span, cost) for first, span in zip(firsts, spans)]
-        self._changes = table.changes
+        self._changes = table.count_changes()
 
     def share_all(self) -> None:
         """Makes entries read together whatever they can, worth it or not: for proofs, whose contexts are short."""

@@ -119,8 +119,7 @@ def test_who_gives_up_an_order_and_what_nobody_wants_is_released(endless: str) -
 
 
 def entry(name: str, seconds: float | None = None, maker: int = 0) -> PinEntry:
-    now = time.monotonic()
-    return PinEntry(f"id-{name}", name, [1, 2, 3], "", maker or os.getpid(), now, now, None if seconds is None else now + seconds)
+    return PinEntry(f"id-{name}", name, [1, 2, 3], "", maker or os.getpid(), None if seconds is None else time.monotonic() + seconds)
 
 
 def test_processes_share_a_book() -> None:

@@ -60,6 +60,7 @@ class Rows:
     def __init__(self, draw: random.Random, count: int = 12, blocks: int = 10) -> None:
         self.draw, self.size = draw, blocks
         self.table = RequestTable(count, RowLayout(blocks, blocks * SPAN), torch.device("cpu"))
+        self.changes = self.table.count_changes()
         self.reads = SharedReads(self.table.words.numpy()[:, self.table.layout.table(0) :][:, :blocks], SPAN, FREE)
         self.tables: dict[int, list[int]] = {}
         self._next = 1
@@ -109,7 +110,7 @@ class Rows:
             return
         self.table.apply(self.copies(rows))
         context = [len(self.tables[row]) * SPAN - self.draw.randrange(SPAN) for row in rows]  # the last block is written to
-        keys = self.reads.nodes(np.array(rows, np.int32), np.array(context, np.int32), self.table.changes.count[0])
+        keys = self.reads.nodes(np.array(rows, np.int32), np.array(context, np.int32), self.changes.count[0])
         full = [self.tables[row][: (length - 1) // SPAN] for row, length in zip(rows, context)]
         check(keys, full)
         assert blocks_read(keys, list(map(len, full))) == different_beginnings(full)
