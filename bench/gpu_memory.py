@@ -43,7 +43,7 @@ def held_parts(runner: ModelRunner) -> dict[str, int]:
     eager = program.eager
     rope = eager.model.layers[0].attention.rope
     memory = [part for part in vars(eager.memory).values() if isinstance(part, torch.Tensor)]
-    rows = [runner.table.words, *memory, eager._result, rope.cos, rope.sin]
+    rows = [runner.table.words, *memory, eager._result, rope.cos, rope.sin, *([] if eager.teams is None else [eager.teams.words])]
     pool = sum(buffer.nbytes for cache in runner.store.caches for buffer in cache.values())
     return {
         "weights": eager.nbytes, "kv_cache": pool, "rows": sum(one.nbytes for one in rows), "logits": eager.logits_memory.nbytes,

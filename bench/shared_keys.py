@@ -1,10 +1,12 @@
-"""What reading keys together costs and saves: `python bench/shared_keys.py [--torch | --host]`.
+"""What reading keys together costs and saves: `python bench/shared_keys.py [--torch | --gpu | --host]`.
 
     nothing     fits NATIVE_COST of octavo/kernels/shared_keys.py: rows that share their first keys, read together and each for itself
     --torch     the same for TORCH_COST
+    --gpu       the same for GPU_COST, with the heads of Qwen3-0.6B
     --host      how long a step looks for what its rows share: a step like the one before, one with a new row, one with all new
 
-Attention is that of the default model's layers, over as many caches as it takes to find none of them in the processor's.
+Attention is that of the default model's layers, over as many caches as it takes to find none of them in the processor's. A key counts as
+one that has to be read from memory; on a GPU, rows that share keys and read them alone find most of them in its cache.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cpu.attention_case import AttentionCase
 from octavo.kernels.cpu.library import F16, F32, Model, NativeLibrary, address, find_library
 from octavo.kernels.shared_keys import FREE, NATIVE_COST, NOTHING, ReadCost, SharedKeys, SharedReads
+from octavo.worker.step_sharing import StepTeams
 
 ROWS, KEYS, OWN = (2, 4, 8, 16, 32), (32, 64, 128, 256, 512), 40
 CACHE_BYTES = 96 << 20  # of all caches that are read in turn
@@ -72,12 +75,44 @@ def torch_ms(case: AttentionCase) -> float:
         return least_ms(lambda: layer.attend(q, next(turn), batch, torch.empty_like(q)))
 
 
-def fit(measure: Callable[[AttentionCase], float], kind: int) -> None:
+def gpu_ms(rows: int, keys: int, cost: ReadCost) -> float:
+    """Of one layer, in a graph of several."""
+    from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of, team_sizes
+
+    heads, kv_heads, dim, blocks, device = 16, 8, 128, keys // 16, torch.device("cuda")
+    tables = np.tile(np.arange(1, blocks + 9, dtype=np.int32), (rows, 1))
+    tables[:, blocks:] = 1 + blocks + np.arange(rows * 8).reshape(rows, 8)
+    context = np.full(rows, keys + 8 * 16, np.int32)
+    nodes = SharedReads(tables, 16, cost).nodes(np.arange(rows, dtype=np.int32), context, np.zeros(rows, np.int64))
+    teams = StepTeams(1, rows, *team_sizes(heads, kv_heads, dim, torch.bfloat16, device), device)
+    teams.send([nodes], rows)
+    caches = [torch.randn(2, 1 + blocks + 8 * rows, 16, kv_heads, dim, device=device, dtype=torch.bfloat16) for _ in range(8)]
+    q = torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16)
+    starts, lengths = torch.arange(rows + 1, device=device, dtype=torch.int32), torch.from_numpy(context).to(device)
+    placed, out, graph = torch.from_numpy(tables).to(device), torch.empty_like(q), torch.cuda.CUDAGraph()
+
+    def step() -> None:
+        shares = shares_of(starts, lengths, caches[0][0], None, teams=teams.of_group[0] if len(nodes.nodes) else None)
+        for k, v in caches:
+            paged_attention(q, k, v, placed, starts, lengths, dim**-0.5, out, 1, shares=shares)
+
+    step()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return least_ms(replay) / len(caches)
+
+
+def fit(measure: Callable[[int, int, ReadCost], float], all_rows: tuple[int, ...] = ROWS, all_keys: tuple[int, ...] = KEYS) -> None:
     """What is saved is so much for each key that need not be read again, less so much for a node and for each of its rows."""
     lines, saved, whole = [], [], []
-    for rows in ROWS:
-        for keys in KEYS:
-            alone, together = (measure(case_of(rows, keys, kind, cost)) for cost in (NEVER, FREE))
+    for rows in all_rows:
+        for keys in all_keys:
+            alone, together = (measure(rows, keys, cost) for cost in (NEVER, FREE))
             lines.append(((rows - 1) * keys, -1, -rows))
             saved.append(alone - together)
             whole.append(alone)
@@ -110,18 +145,21 @@ def host(rows: int, blocks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--host", action="store_true")
     args = parser.parse_args()
     if args.host:
         for rows, blocks in ((1, 20), (16, 100), (256, 200), (1024, 2000)):
             host(rows, blocks)
         return
+    if args.gpu:
+        return fit(gpu_ms, (16, 32, 64, 128, 256), (256, 512, 1024, 2048, 8192))
     if args.torch:
-        return fit(torch_ms, F32)
+        return fit(lambda rows, keys, cost: torch_ms(case_of(rows, keys, F32, cost)))
     library = find_library()
     assert isinstance(library, NativeLibrary), library
     library.call.octavo_set_threads(torch.get_num_threads())
-    fit(lambda case: native_ms(case, library), F16)
+    fit(lambda rows, keys, cost: native_ms(case_of(rows, keys, F16, cost), library))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class AttentionBackend(Protocol):
     paged: ClassVar[bool]  # if not, every row has a region of its own
     layouts: ClassVar[tuple[str, ...]]  # the layouts of a block that it reads
     captured: ClassVar[bool]  # on a device: whether a step with it can be captured as a CUDA graph
+    in_teams: ClassVar[bool]  # on a device: whether rows that share keys read them in teams (`ForwardBatch.teams`)
     features: ClassVar[tuple[str, ...]]  # of `AttentionSpec`: what it has beyond the plain kind
     spec: AttentionSpec
     few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`

@@ -35,6 +35,7 @@ class ContiguousBackend:
     paged: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = False
+    in_teams: ClassVar[bool] = False
     features: ClassVar[tuple[str, ...]] = TORCH_FEATURES
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -36,6 +36,7 @@ class CpuBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = False
+    in_teams: ClassVar[bool] = False
     features: ClassVar[tuple[str, ...]] = TORCH_FEATURES
 
     def __init__(self, spec: AttentionSpec) -> None:

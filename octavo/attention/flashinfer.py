@@ -63,6 +63,7 @@ class FlashInferBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
     captured: ClassVar[bool] = False
+    in_teams: ClassVar[bool] = False
     features: ClassVar[tuple[str, ...]] = ("window", "soft_cap", *BEFORE_THE_CACHE)
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.kernels.shared_keys import NOTHING, SharedKeys
+from octavo.kernels.team_words import Teams
 
 Cache = dict[str, Tensor]  # the buffers of one layer: a mixer knows their names
 
@@ -37,6 +38,7 @@ class ForwardBatch:
     attention: Any = field(default=None)  # what the backend prepared for this step
     stream: Tensor | None = None  # [T, hidden], of the stage before; None: the tokens are embedded
     shared: SharedKeys = NOTHING  # keys that rows of one query read together; backends without a way to do so read them row by row
+    teams: Teams | None = None  # the same on a device
     by_layer: Sequence["ForwardBatch"] = ()  # with several cache groups: the batch of each layer's group
 
     def of_layer(self, layer: int) -> "ForwardBatch":

@@ -4,7 +4,7 @@ It says what the cache keeps of a token, and what a step holds at once, for the 
 
     cache      k and v [kv_heads, head_dim] of each token; as codes of 8 bits with a scale for each head
     a CPU      the torch kernels of `kernels/reference/`: each tensor counted from where it is made to where it is dropped
-    a GPU      kernels that gather nothing; decode keeps what its shares have found so far
+    a GPU      kernels that gather nothing; decode keeps what its shares have found so far, and what rows have read together
 """
 
 from collections.abc import Hashable, Mapping
@@ -22,6 +22,7 @@ DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multi
 DECODE_SHARES = 2  # for each of them
 LEFT_PARTS = 2  # of long rows, for each of those
 SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
+TEAM_LEVELS = 8  # of a row: results over keys that it has read together with others
 PARTIAL_SCORES = 1 << 20  # that `kernels/reference/partial_attention.py` has at once
 EXPLICIT_SCORES = 1 << 20  # that `kernels/reference/attention.py` has at once, where it makes them one by one
 
@@ -156,10 +157,12 @@ class AttentionSpec:
         return self.q_size + 2 * self.kv_size + of_group + self.q_size + of_torch
 
     def gpu_step_bytes(self, rows: int) -> int:
-        """The shares of decode attention, and what is left of contexts in several of them, in float32, with its sums."""
+        """The shares of decode attention, what is left of contexts in several of them, and what rows read together, in float32."""
         shares = DECODE_PROGRAMS * DECODE_SHARES
-        parts = shares * LEFT_PARTS * (self.num_heads // self.num_kv_heads) * (self.head_dim + 1)
-        return parts * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_WORDS * WORD
+        lines = shares * LEFT_PARTS * (self.num_heads // self.num_kv_heads)
+        if self.window is None:
+            lines += rows * TEAM_LEVELS * self.num_heads
+        return lines * (self.head_dim + 1) * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_WORDS * WORD
 
 
 def kv_buffers(cache: Mapping[str, T]) -> tuple[T, T, T | None, T | None]:

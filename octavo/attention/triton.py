@@ -15,20 +15,24 @@ from octavo.attention.backend import BEFORE_THE_CACHE, QKNorm, Rope, refuse_unsu
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
+from octavo.kernels.share_words import DecodeShares
 
 SUPPORTED = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
 
 class Shares:
-    """How decode is divided in a step. It is counted once for each window, when the first layer asks."""
+    """How decode is divided in a step. It is counted once for each window, when the first layer asks.
+
+    Rows with a window read alone: each sees other keys than the rest of its team would.
+    """
 
     def __init__(self, batch: ForwardBatch) -> None:
-        self._rows = batch.query_start, batch.context_len
-        self._by_window: dict[int | None, Tensor | None] = {}
+        self._rows, self._teams = (batch.query_start, batch.context_len), batch.teams
+        self._by_window: dict[int | None, DecodeShares | None] = {}
 
-    def of(self, window: int | None, k_cache: Tensor) -> Tensor | None:
+    def of(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
         if window not in self._by_window:
-            self._by_window[window] = decode_shares(*self._rows, k_cache, window)
+            self._by_window[window] = decode_shares(*self._rows, k_cache, window, self._teams if window is None else None)
         return self._by_window[window]
 
 
@@ -38,6 +42,7 @@ class TritonBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
     captured: ClassVar[bool] = True
+    in_teams: ClassVar[bool] = True
     features: ClassVar[tuple[str, ...]] = SUPPORTED
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -84,6 +89,7 @@ class TritonRegions:
     paged: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = True
+    in_teams: ClassVar[bool] = True
     features: ClassVar[tuple[str, ...]] = SUPPORTED
 
     def __init__(self, spec: AttentionSpec) -> None:

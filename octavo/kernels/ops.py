@@ -23,7 +23,9 @@ from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
+from octavo.kernels.share_words import DecodeShares
 from octavo.kernels.step_tensors import StepTensors
+from octavo.kernels.team_words import Teams
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # rules alone: no triton there
 
 Edits = Tensor | LogitEdits
@@ -115,7 +117,7 @@ def paged_attention(
     scale: float,
     out: Tensor,  # [T, heads, head_dim]
     max_query: int,  # a bound the host knows
-    shares: Tensor | None,  # of the same rows and window
+    shares: DecodeShares | None,  # of the same rows and window
     window: int | None = None,
     paged: bool = True,
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
@@ -160,12 +162,20 @@ def partial_attention(
     return out, lse
 
 
-def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> Tensor | None:
+def decode_shares(
+    query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, teams: Teams | None
+) -> DecodeShares | None:
     """Returns how decode attention is divided among programs in this step (`kernels/share_words.py`), or None for the torch twin."""
     if not k_cache.is_cuda:
         return None
-    shares: Tensor = _triton("attention.paged_attention").shares_of(query_start, context_len, k_cache, window)
+    shares: DecodeShares = _triton("attention.paged_attention").shares_of(query_start, context_len, k_cache, window, teams=teams)
     return shares
+
+
+def team_sizes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Returns how many rows a team may have on a device, and how many teams fill it."""
+    rows, wanted = _triton("attention.paged_attention").team_sizes(heads, kv_heads, head_dim, dtype, device)
+    return rows, wanted
 
 
 def few_rows(head_dim: int) -> int:

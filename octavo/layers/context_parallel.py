@@ -66,6 +66,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
         paged: ClassVar[bool] = True
         layouts: ClassVar[tuple[str, ...]] = backend.layouts
         captured: ClassVar[bool] = False  # ranks meet in every layer
+        in_teams: ClassVar[bool] = False
         features: ClassVar[tuple[str, ...]] = ("window", "context_parallel", *BEFORE_THE_CACHE)
 
         def __init__(self, spec: AttentionSpec) -> None:

@@ -23,16 +23,16 @@ WORD = 4  # bytes
 CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
 SLAB = 2**24  # weights made out of codes at once, for steps of many tokens
 ROW_HEAD = 16  # words before the block table
-ENTRY_WORDS = 16  # of a step, for each row it may have
+ENTRY_WORDS = 146  # of a step, for each row it may have: 16, and 130 for who reads keys together
 TOKEN_WORDS = 6  # and for each token: id, position, slot
 ADJUSTED_LOGITS = 2**24  # at once, under penalties
 ADJUSTED = 2 * FLOAT32  # bytes for each: the score, and what the row has of the token
 LAUNCHED = 10**13  # parameters * tokens: a larger step computes for longer than it takes to launch, kernel by kernel (30 ms on an H200)
 MOST_CAPTURED = 8192  # tokens
-GRAPHS = 62  # as many as there are shapes, for 512 rows
+GRAPHS = 72  # as many as there are shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
 KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
-DECODED, MIXED, LARGE = 20, 9216, 12288  # tokens of all graphs: of those that decode for each row, of mixed ones to 2,048, and beyond
+DECODED, MIXED, LARGE = 24, 9216, 12288  # tokens of all graphs: of those that decode for each row, of mixed ones to 2,048, and beyond
 
 
 def gpu_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:

@@ -6,6 +6,9 @@ kernel by kernel, which costs them nothing: the device computes for longer than 
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
     mixed    by 256 to 2048 tokens, then 4096 8192, as far as that holds; as many entries as there are rows, in small ones half as many
+
+Where rows read keys in teams a step has one kernel more in each layer. Mixed steps always have it. For decode steps there are shapes with
+it, some larger than need be, and the others have none.
 """
 
 from bisect import bisect_left
@@ -14,22 +17,25 @@ import torch
 from torch import nn
 
 from octavo.layers.linear import Linear
+from octavo.messages import StepPlan
 from octavo.models.registry import describe
 from octavo.quant.schemes import Unquantized
 from octavo.worker.program import Eager, Forward, Shape
 
 MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)
+IN_TEAMS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # entries of steps whose rows read keys together
+FEW = 8  # entries of the largest step whose rows never do
 SMALL = 512  # tokens: a lone prompt should not wait for logits of rows that are not there
 
 
 class Graph:
     def __init__(self, eager: Eager, max_rows: int, max_tokens: int, captured: int = MIXED_TOKENS[-1]) -> None:
         """`captured`: tokens of the largest shape."""
-        self.vocab_size, self.memory, self.logits = eager.vocab_size, eager.memory, eager.logits
+        self.vocab_size, self.logits = eager.vocab_size, eager.logits
         self.eager = eager
         self._most_tokens = max_tokens
-        every = shapes(max_rows, max_tokens, captured)
-        self._decode = [shape for shape in every if shape.decodes]
+        every = shapes(max_rows, max_tokens, captured, eager.teams is not None)
+        self._decode, self._in_teams = ([shape for shape in every if shape.decodes and shape.in_teams == one] for one in (False, True))
         self._mixed = [shape for shape in every if not shape.decodes]
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Forward]] = {}
 
@@ -37,12 +43,16 @@ class Graph:
     def nbytes(self) -> int:
         return self.eager.nbytes
 
-    def shape_of(self, entries: int, tokens: int) -> Shape:
+    def load(self, plan: StepPlan) -> Shape:
+        return self.eager.put(plan, self.shape_of(len(plan.row), sum(plan.num_query), self.eager.share(plan)))
+
+    def shape_of(self, entries: int, tokens: int, in_teams: bool) -> Shape:
         """Returns the shape a step is padded to; its own, where it is larger than any."""
         if entries == tokens:
-            return self._decode[bisect_left(self._decode, entries, key=lambda shape: shape.entries)]
+            shapes = self._in_teams if in_teams and entries > FEW else self._decode
+            return shapes[bisect_left(shapes, entries, key=lambda shape: shape.entries)]
         fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
-        return next(fits, Shape(entries, tokens))
+        return next(fits, Shape(entries, tokens, in_teams))
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         """Replays a graph where there is one; none was captured of a whole step, but where it decodes."""
@@ -58,8 +68,8 @@ class Graph:
 
         One layer of a kind is enough for that; the last step, the smallest, is one of all layers.
         """
-        self.memory.entries.zero_()
-        kinds, shapes = self._kinds, [Shape(1, self._most_tokens), *reversed(self._decode + self._mixed)]
+        self.eager.memory.entries.zero_()
+        kinds, shapes = self._kinds, [Shape(1, self._most_tokens), *reversed(self._decode + self._in_teams + self._mixed)]
         for shape in shapes:
             self._multiply(shape)  # kernels of others: ours may still be compiled elsewhere
         for shape in shapes:
@@ -70,7 +80,7 @@ class Graph:
     def capture(self) -> None:
         """Large shapes first: smaller ones live in what those leave in the pool they share."""
         pool = None
-        for shape in reversed(self._decode + self._mixed):
+        for shape in reversed(self._decode + self._in_teams + self._mixed):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 forward = self.eager.run(shape)
@@ -93,10 +103,13 @@ class Graph:
         model.head(memory.new_empty(shape.entries, model.config.hidden_size), memory[: shape.entries])
 
 
-def shapes(max_rows: int, max_tokens: int, captured: int) -> list[Shape]:
-    """Those that are captured, small ones first."""
+def shapes(max_rows: int, max_tokens: int, captured: int, in_teams: bool = False) -> list[Shape]:
+    """Those that are captured, of each kind small ones first. `in_teams`: also those of rows that read keys together"""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
     decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
+    if in_teams and max_rows > FEW:
+        sizes = [size for size in IN_TEAMS if size < max_rows] + [max_rows]
+        decode += [Shape(size, size, True) for size in sizes]
     sizes = [tokens for tokens in MIXED_TOKENS if tokens <= min(max_tokens - 1, captured)] + [max_tokens] * (max_tokens <= captured)
     most = [tokens // 2 if tokens <= SMALL and tokens < max_tokens else tokens - 1 for tokens in sizes]
-    return decode + [Shape(min(max_rows, entries), tokens) for entries, tokens in zip(most, sizes) if entries]
+    return decode + [Shape(min(max_rows, entries), tokens, in_teams) for entries, tokens in zip(most, sizes) if entries]

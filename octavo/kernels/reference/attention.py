@@ -19,7 +19,8 @@ from torch import Tensor
 
 from octavo.kernels.reference.layer import norm_heads, rotate
 from octavo.kernels.reference.products import slow_here
-from octavo.kernels.share_words import IN_ALL, LINE, most_shares
+from octavo.kernels.share_words import DEPTH, IN_ALL, LINE, most_shares
+from octavo.kernels.team_words import LEVELS, OWN, Teams
 
 SCORES = 1 << 20  # made at once, where they are made one by one
 
@@ -248,14 +249,16 @@ def decode_shares(
     programs: int,  # that a GPU runs at once
     each: int,  # shares that rows are cut into for each of them, at most
     grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
+    teams: Teams | None = None,
 ) -> Tensor:
     """Returns the shares of decode attention (`kernels/share_words.py`), [lines, LINE] int32. What is not written is 0."""
     starts, contexts = query_start.tolist(), context_len.tolist()
     shares = torch.zeros(1 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
+    entries = [(0, 0)] * len(contexts) if teams is None or not teams.lines[0, 0] else teams.entries.tolist()
     seen = {}  # tiles of a row, and its first key
     for row, end in enumerate(contexts):
         if starts[row + 1] - starts[row] == 1:
-            first = 0 if window is None else max(end - window, 0)
+            first = max(entries[row][OWN], 0 if window is None else end - window)
             seen[row] = max(-(-(end - first) // tile), 1), first
     in_all = sum(tiles for tiles, _ in seen.values()) * kv_heads
     longest = -(-in_all // (programs * min(max(in_all // (programs * grain), 1), each)))
@@ -268,6 +271,7 @@ def decode_shares(
             for kv_head in range(kv_heads):
                 words = starts[row], row, kv_head, low, min(low + size * tile, contexts[row]), contexts[row], part, parts
                 shares[line, : len(words)] = torch.tensor(words)
+                shares[line, DEPTH] = entries[row][LEVELS]
                 line += 1
     shares[0, IN_ALL] = line - 1
     return shares.to(query_start.device)

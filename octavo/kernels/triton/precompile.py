@@ -20,8 +20,9 @@ from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
+from octavo.kernels.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
-from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.fp8.precompile import fp8_calls
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
@@ -77,6 +78,7 @@ class KernelCalls:
         kinds = {kind[2:]: kind for kind in shapes.attentions}.values()  # decode does not know of windows, nor what is rotated
         calls: list[Call] = [self.attend_to(1, 1, kind) for kind in kinds]
         calls += [self.attend_to(1, 32, kind) for kind in shapes.attentions]
+        calls += [self.attend_to(1, 1, kind, in_teams=True) for kind in shapes.attentions if kind.window is None]
         few = (1, 2, GEMV_ROWS) if few_rows(shapes.head_dim) and shapes.qk_norm != "whole" else ()
         calls += [self.few_rows(rows, kind) for rows in few for kind in shapes.attentions]
         calls += [self.few_products(rows) for rows in few]
@@ -108,16 +110,18 @@ class KernelCalls:
             calls.append(lambda: scale_logits(self.numbers(2, shapes.vocab), shapes.logit_scale, shapes.logit_cap))
         return calls
 
-    def attend_to(self, rows: int, queries: int, kind: AttentionShape) -> Call:
+    def attend_to(self, rows: int, queries: int, kind: AttentionShape, in_teams: bool = False) -> Call:
         def call() -> None:
             shapes, tokens = self.shapes, rows * queries
             q, _, _ = self.written(tokens, kind)
             k, v = self.qkv(tokens).view(tokens, -1, shapes.head_dim)[:, shapes.num_heads :].chunk(2, dim=1)
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self.device)
+            context, cache = self.words(rows) + queries, self.cache()
+            teams = Teams(self.words(rows, ENTRY), self.words(1 + most_teams(rows), LINE))
             paged_attention(
-                q, self.cache(), self.cache(), self.words(rows, 2), starts, self.words(rows) + queries, shapes.attention_scale,
+                q, cache, self.cache(), self.words(rows, 2), starts, context, shapes.attention_scale,
                 torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, kind.window, fresh=(k, v), soft_cap=kind.soft_cap,
-                sinks=self.sinks(kind),
+                sinks=self.sinks(kind), shares=shares_of(starts, context, cache, None, teams=teams) if in_teams else None,
             )  # fmt: skip
 
         return call

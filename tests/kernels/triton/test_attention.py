@@ -146,11 +146,11 @@ def test_many_parts_are_merged_in_rounds_and_shares_serve_layer_after_layer(devi
     tiles = Tiles(keys=16, warps=4, stages=2, programs=parts + 2, shares=2, grain=1)  # a share is a tile
     learned = torch.linspace(-1.5, 2.5, HEADS, device=device)
     shares = shares_of(caches.query_start, caches.context_len, caches.paged[0], None, tiles)
-    before = shares.clone()
-    assert shares[1, PARTS] == parts
+    before = shares.lines.clone()
+    assert shares.lines[1, PARTS] == parts
     got = caches.attend(tiles, shares=shares, sinks=learned)
     assert_near(got, caches.exact(sinks=learned))
-    assert torch.equal(shares, before)
+    assert torch.equal(shares.lines, before)
     assert_same(got, caches.attend(tiles, shares=shares, sinks=learned))
 
 
@@ -166,7 +166,7 @@ def test_shares_are_those_of_the_twin(mix: Mix, window: int | None, programs: in
     query_start = torch.tensor([0, *(queries for queries, _ in mix)], device=device, dtype=torch.int32).cumsum(0)
     context_len = torch.tensor([max(queries, context) for queries, context in mix], device=device, dtype=torch.int32)
     asked = query_start, context_len, window, KV_HEADS, 16, programs, each, grain
-    got, exact = decode_shares(*asked), plain_attention.decode_shares(*asked)
+    got, exact = decode_shares(*asked).lines, plain_attention.decode_shares(*asked)
     assert got.shape == exact.shape and got[0, IN_ALL] == exact[0, IN_ALL]
     written = slice(1, 1 + int(exact[0, IN_ALL]))
     assert torch.equal(got[written, : ARRIVED + 1], exact[written, : ARRIVED + 1])

@@ -9,18 +9,23 @@ a multiprocessor that gets less of the memory's bandwidth than another runs fewe
 
 A row that is longer than a share leaves parts. Of FAN neighbours whoever comes last merges all, in their order, and then is one of
 the next FAN: after a few rounds the last of the last has the row. So who is quicker than whom changes no bit.
+
+Rows that share keys have read them in teams before (`teams.py`): such a row begins behind these keys, and its result is merged with what
+its teams found.
 """
 
 import triton
 import triton.language as tl
 
+from octavo.kernels import team_words
 from octavo.kernels.triton.attention.common import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
-from octavo.kernels.triton.attention.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_share
+from octavo.kernels.triton.attention.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_depth, load_share
 from octavo.kernels.triton.pdl import begin as begin_pdl
 from octavo.kernels.triton.pdl import wait
 
 LN2 = tl.constexpr(LN_2)
 FAN = tl.constexpr(8)  # parts merged at once; more than there are rounds, see `merge`
+LEVELS = tl.constexpr(team_words.MOST_LEVELS)
 
 
 @triton.jit(do_not_specialize=["table_width", "region_size"])
@@ -36,6 +41,8 @@ def decode(
     slopes,
     left,
     left_lse,
+    levels,
+    levels_lse,
     scale,
     unit,
     cap,
@@ -55,11 +62,15 @@ def decode(
     SLOPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    WITH_LEVELS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """left [most_parts, GROUP, DIM], left_lse [most_parts, GROUP], both float32: what the shares of rows that are cut leave"""
+    """left [most_parts, GROUP, DIM], left_lse [most_parts, GROUP], both float32: what the shares of rows that are cut leave
+
+    levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32: what a row has read in teams, as many as its share says
+    """
     begin_pdl(PDL)
     wait(PDL)
     share = tl.program_id(0)
@@ -74,9 +85,59 @@ def decode(
     table = tables + row.to(tl.int64) * table_width
     slope = tl.load(slopes + head, mask=present, other=0.0) if SLOPED else 0.0
 
+    depth = load_depth(shares, share) if WITH_LEVELS else 0
+
     largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
-    if WITH_SINKS:  # counted once, here or by merge: from the lowest, a part's first key wipes it out
-        largest = tl.where(parts == 1, largest, LOWEST)
+    if WITH_SINKS:  # counted once, here or by who merges: from the lowest, a part's first key wipes it out
+        largest = tl.where((parts == 1) & (depth == 0), largest, LOWEST)
+    result, log_sum = read_keys(
+        queries, k_cache, v_cache, table, kv_head, low, high, end, slope, largest, total, mixed, scale, unit, cap, region_size,
+        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, CAPPED, SLOPED, TILE, STAGES,
+    )  # fmt: skip
+    if parts == 1:
+        answer(
+            result, log_sum, out, lse, sinks, levels, levels_lse, row, token, head, present, depth,
+            HEADS, DIM, DIM_TILE, WITH_SINKS, WITH_LSE, WITH_LEVELS,
+        )  # fmt: skip
+    else:
+        put(left, share.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
+        tl.store(left_lse + share * GROUP + member, log_sum, mask=present)
+        merge(
+            left, left_lse, shares, out, lse, sinks, levels, levels_lse, share, part, parts, row, token, kv_head, depth,
+            HEADS, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS, WITH_LSE, WITH_LEVELS,
+        )  # fmt: skip
+
+
+@triton.jit
+def read_keys(
+    queries,
+    k_cache,
+    v_cache,
+    table,
+    kv_head,
+    low,
+    high,
+    end,
+    slope,
+    largest,
+    total,
+    mixed,
+    scale,
+    unit,
+    cap,
+    region_size,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """(output, log-sum-exp in units of log2) of queries [N, DIM_TILE] over the keys of a table from low to high"""
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         position = start + tl.arange(0, TILE)
         inside = position < high
@@ -87,19 +148,74 @@ def decode(
         values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, True)
         largest, total, weights, fade = weigh(scores, largest, total, unit)
         mixed = mix(weights, fade, values, mixed)
+    return finish(largest, total, mixed, unit)
 
-    result, log_sum = finish(largest, total, mixed, unit)
-    if parts == 1:
-        put(out, token.to(tl.int64) * HEADS + head, present, result, DIM, DIM_TILE)
-        if WITH_LSE:
-            tl.store(lse + token.to(tl.int64) * HEADS + head, log_sum * LN2, mask=present)
-    else:
-        put(left, share.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
-        tl.store(left_lse + share * GROUP + member, log_sum, mask=present)
-        merge(
-            left, left_lse, shares, out, lse, sinks, share, part, parts, token, kv_head,
-            HEADS, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS, WITH_LSE,
-        )  # fmt: skip
+
+@triton.jit
+def answer(
+    result,
+    log_sum,
+    out,
+    lse,
+    sinks,
+    levels,
+    levels_lse,
+    row,
+    token,
+    head,
+    present,
+    depth,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    WITH_LEVELS: tl.constexpr,
+):
+    """A row's result over its own keys is all it has, or is merged with those of its teams, in their order."""
+    if WITH_LEVELS:  # noqa: SIM102 (known when it is compiled, unlike the depth)
+        if depth > 0:
+            result, log_sum = with_levels(
+                result, log_sum, levels, levels_lse, sinks, row.to(tl.int64) * (LEVELS * HEADS) + head, head, present, depth,
+                HEADS, DIM, DIM_TILE, WITH_SINKS,
+            )  # fmt: skip
+    line = token.to(tl.int64) * HEADS + head
+    put(out, line, present, result, DIM, DIM_TILE)
+    if WITH_LSE:
+        tl.store(lse + line, log_sum * LN2, mask=present)
+
+
+@triton.jit
+def with_levels(
+    result,
+    log_sum,
+    levels,
+    levels_lse,
+    sinks,
+    line,
+    head,
+    present,
+    depth,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
+):
+    dim = tl.arange(0, DIM_TILE)
+    largest, total, mixed = log_sum, tl.full(log_sum.shape, 1.0, tl.float32), result
+    for level in range(depth):
+        log_sum = tl.load(levels_lse + line + level * HEADS, mask=present, other=LOWEST)
+        pointers = levels + (line + level * HEADS)[:, None] * DIM + dim[None, :]
+        numbers = tl.load(pointers, mask=present[:, None] & (dim < DIM)[None, :], other=0.0)
+        now = tl.maximum(largest, log_sum)
+        fade, weight = tl.exp2(largest - now), tl.exp2(log_sum - now)
+        largest, total, mixed = now, total * fade + weight, mixed * fade[:, None] + numbers * weight[:, None]
+    if WITH_SINKS:
+        sink = tl.load(sinks + head, mask=present, other=0.0).to(tl.float32) * LOG2E
+        now = tl.maximum(largest, sink)
+        fade = tl.exp2(largest - now)
+        largest, total, mixed = now, total * fade + tl.exp2(sink - now), mixed * fade[:, None]
+    return finish(largest, total, mixed, 1.0)
 
 
 @triton.jit
@@ -117,11 +233,15 @@ def merge(
     out,
     lse,
     sinks,
+    levels,
+    levels_lse,
     share,
     part,
     parts,
+    row,
     token,
     kv_head,
+    depth,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -129,6 +249,7 @@ def merge(
     MERGE_TILE: tl.constexpr,
     WITH_SINKS: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    WITH_LEVELS: tl.constexpr,
 ):
     """Of parts that stand `stride` apart FAN are merged into the first one's place, in each round by who comes last. Arrivals at
     round r are counted by the r-th of the parts that are merged: as FAN is more than there are rounds, by nobody else."""
@@ -152,13 +273,14 @@ def merge(
                 tl.store(arrived, 0)
                 final = span >= parts
                 result, log_sum = merged(
-                    left, left_lse, sinks, first, count, stride, final, head, present,
+                    left, left_lse, sinks, first, count, stride, final & (depth == 0), head, present,
                     GROUP, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS,
                 )  # fmt: skip
                 if final:
-                    put(out, token.to(tl.int64) * HEADS + head, present, result, DIM, DIM_TILE)
-                    if WITH_LSE:
-                        tl.store(lse + token.to(tl.int64) * HEADS + head, log_sum * LN2, mask=present)
+                    answer(
+                        result, log_sum, out, lse, sinks, levels, levels_lse, row, token, head, present, depth,
+                        HEADS, DIM, DIM_TILE, WITH_SINKS, WITH_LSE, WITH_LEVELS,
+                    )  # fmt: skip
                 else:
                     tl.debug_barrier()  # all threads have read what is now written over
                     put(left, first.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
@@ -175,7 +297,7 @@ def merged(
     first,
     count,
     stride,
-    final,
+    with_sink,
     head,
     present,
     GROUP: tl.constexpr,
@@ -196,7 +318,7 @@ def merged(
         log_sum = tl.load(left_lse + line + one * apart, mask=present & (one < count), other=LOWEST, cache_modifier=".cg")
         largest = tl.maximum(largest, log_sum)
     if WITH_SINKS:
-        sink = tl.load(sinks + head, mask=present & final, other=float("-inf")).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + head, mask=present & with_sink, other=float("-inf")).to(tl.float32) * LOG2E
         largest = tl.maximum(largest, sink)
         total = tl.exp2(sink - largest)
     for one in tl.static_range(FAN):

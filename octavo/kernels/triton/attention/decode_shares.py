@@ -9,11 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.share_words import ARRIVED, END, HIGH, IN_ALL, KV_HEAD, LINE, LOW, PART, PARTS, ROW, TOKEN, most_shares
+from octavo.kernels.share_words import (
+    ARRIVED,
+    DEPTH,
+    END,
+    HIGH,
+    IN_ALL,
+    KV_HEAD,
+    LINE,
+    LOW,
+    PART,
+    PARTS,
+    ROW,
+    TOKEN,
+    DecodeShares,
+    most_shares,
+)
+from octavo.kernels.team_words import ENTRY, LEVELS, OWN, Teams
 
 ROWS, LINES = 1024, 128  # at once
 NO_WINDOW = 2**31 - 1
-AT_ALL, AT_ARRIVED, WORDS = map(tl.constexpr, (IN_ALL, ARRIVED, LINE))
+AT_ALL, AT_ARRIVED, AT_DEPTH, WORDS = map(tl.constexpr, (IN_ALL, ARRIVED, DEPTH, LINE))
+AT_OWN, AT_LEVELS, ENTRY_WORDS = map(tl.constexpr, (OWN, LEVELS, ENTRY))
 AT_TOKEN, AT_ROW, AT_KV_HEAD, AT_LOW, AT_HIGH, AT_END, AT_PART, AT_PARTS = map(
     tl.constexpr, (TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS)
 )
@@ -30,13 +47,20 @@ def load_share(shares, share):
 
 
 @triton.jit
-def count_tiles(query_start, context_len, row, num_rows, window, TILE: tl.constexpr):
+def load_depth(shares, share):
+    return tl.load(shares + (1 + share) * WORDS + AT_DEPTH)
+
+
+@triton.jit
+def count_tiles(query_start, context_len, entries, row, num_rows, num_teams, window, TILE: tl.constexpr, WITH_TEAMS: tl.constexpr):
     """(tiles, token, first key, end) of each row; tiles are 0 where a row has not one query."""
     present = row < num_rows
     token = tl.load(query_start + row, mask=present, other=0).to(tl.int32)
     behind = tl.load(query_start + row + 1, mask=present, other=0).to(tl.int32)
     end = tl.load(context_len + row, mask=present, other=0).to(tl.int32)
     first = tl.maximum(end - window, 0)
+    if WITH_TEAMS:
+        first = tl.maximum(first, tl.load(entries + row * ENTRY_WORDS + AT_OWN, mask=present & (num_teams > 0), other=0))
     return tl.where(behind - token == 1, tl.maximum(tl.cdiv(end - first, TILE), 1), 0), token, first, end
 
 
@@ -51,6 +75,8 @@ def cut(tiles, longest):
 def share_out(
     query_start,
     context_len,
+    entries,
+    teams,
     shares,
     num_rows,
     window,
@@ -61,19 +87,25 @@ def share_out(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
+    WITH_TEAMS: tl.constexpr,
 ):
     row = tl.program_id(0)
+    num_teams = tl.load(teams) if WITH_TEAMS else 0
     lane = tl.arange(0, ROWS)
     in_all = 0
     for at in range(0, num_rows, ROWS):
-        tiles, _token, _first, _end = count_tiles(query_start, context_len, at + lane, num_rows, window, TILE)
+        tiles, _token, _first, _end = count_tiles(
+            query_start, context_len, entries, at + lane, num_rows, num_teams, window, TILE, WITH_TEAMS
+        )
         in_all += tl.sum(tiles, 0) * KV_HEADS
     longest = tl.cdiv(in_all, programs * tl.minimum(tl.maximum(in_all // (programs * grain), 1), each))
 
-    own, token, first, end = count_tiles(query_start, context_len, row, num_rows, window, TILE)
+    own, token, first, end = count_tiles(query_start, context_len, entries, row, num_rows, num_teams, window, TILE, WITH_TEAMS)
     before, num_shares = 0, 0
     for at in range(0, num_rows, ROWS):
-        tiles, _token, _first, _end = count_tiles(query_start, context_len, at + lane, num_rows, window, TILE)
+        tiles, _token, _first, _end = count_tiles(
+            query_start, context_len, entries, at + lane, num_rows, num_teams, window, TILE, WITH_TEAMS
+        )
         parts, _size = cut(tiles, longest)
         sooner = (tiles > own) | ((tiles == own) & (at + lane < row))
         before += tl.sum(tl.where(sooner, parts, 0), 0) * KV_HEADS
@@ -82,6 +114,7 @@ def share_out(
         tl.store(shares + AT_ALL, num_shares)
 
     parts, size = cut(own, longest)
+    depth = tl.load(entries + row * ENTRY_WORDS + AT_LEVELS, mask=num_teams > 0, other=0) if WITH_TEAMS else 0
     for start in range(0, parts * KV_HEADS, LINES):
         index = start + tl.arange(0, LINES)
         mask = index < parts * KV_HEADS
@@ -97,6 +130,7 @@ def share_out(
         tl.store(line + AT_PART, part, mask=mask)
         tl.store(line + AT_PARTS, parts, mask=mask)
         tl.store(line + AT_ARRIVED, 0, mask=mask)
+        tl.store(line + AT_DEPTH, depth, mask=mask)
 
 
 def decode_shares(
@@ -108,13 +142,13 @@ def decode_shares(
     programs: int,  # that a GPU runs at once
     each: int,  # shares that rows are cut into for each of them, at most
     grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
-) -> Tensor:
-    """[lines, LINE] int32"""
+    teams: Teams | None = None,
+) -> DecodeShares:
     rows = len(context_len)
     lines = 1 + most_shares(rows, kv_heads, programs, each)
     shares = torch.empty(lines, LINE, dtype=torch.int32, device=query_start.device)
     share_out[(rows,)](
-        query_start, context_len, shares, rows, window or NO_WINDOW, programs, each, grain,
-        KV_HEADS=kv_heads, TILE=tile, ROWS=ROWS, LINES=LINES, num_warps=4,
+        query_start, context_len, *(teams or (None, None)), shares, rows, window or NO_WINDOW, programs, each, grain,
+        KV_HEADS=kv_heads, TILE=tile, ROWS=ROWS, LINES=LINES, WITH_TEAMS=teams is not None, num_warps=4,
     )  # fmt: skip
-    return shares
+    return DecodeShares(shares, teams)

@@ -16,13 +16,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.cache_layout import tokens_together
-from octavo.kernels.share_words import most_parts, most_shares
+from octavo.kernels.share_words import DecodeShares, most_parts, most_shares
+from octavo.kernels.team_words import MOST_LEVELS, MOST_ROWS, Teams, most_teams
 from octavo.kernels.triton.attention.common import LOG2_E
 from octavo.kernels.triton.attention.decode import decode
 from octavo.kernels.triton.attention.decode_shares import decode_shares
 from octavo.kernels.triton.attention.prefill import prefill
 from octavo.kernels.triton.attention.prefill_hopper import prefill_divided
-from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
+from octavo.kernels.triton.attention.teams import read_in_teams
+from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles, team_tiles
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, has_copy_engine
 
@@ -44,7 +46,8 @@ def paged_attention(
     lse: Tensor | None = None,  # [T, heads] float32, natural log
     paged: bool = True,
     tiles: Tiles | None = None,  # of the kernel that max_query calls for
-    shares: Tensor | None = None,  # of decode, as `shares_of` makes them of the same rows: layers of one window share them
+    of_teams: Tiles | None = None,
+    shares: DecodeShares | None = None,  # as `shares_of` makes them of the same rows: layers of one window share them
     fresh: Pair | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv [T, kv_heads, head_dim]: read instead of the cache
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
@@ -74,15 +77,31 @@ def paged_attention(
     chosen = tiles or decode_tiles(q.dtype, head_dim)
     if shares is None:
         shares = shares_of(query_start, context_len, k_cache, window, chosen)
-    _decode(tensors, numbers, shared, shares, chosen)
+    levels = _teams(tensors, numbers, shared, shares.teams, of_teams or team_tiles(q.dtype, head_dim)) if shares.teams else (None, None)
+    _decode(tensors, numbers, shared, shares.lines, levels, chosen)
     return out
 
 
-def shares_of(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, tiles: Tiles | None = None) -> Tensor:
+def shares_of(
+    query_start: Tensor,
+    context_len: Tensor,
+    k_cache: Tensor,
+    window: int | None,
+    tiles: Tiles | None = None,
+    teams: Teams | None = None,  # not with a window: there rows read alone
+) -> DecodeShares:
     """How decode's work is divided in this step (`kernels/share_words.py`)."""
+    assert teams is None or window is None
     chosen = tiles or decode_tiles(k_cache.dtype, k_cache.shape[3])
     programs = chosen.programs * multiprocessors(k_cache.device)
-    return decode_shares(query_start, context_len, window, k_cache.shape[2], chosen.keys, programs, chosen.shares, chosen.grain)
+    cut = chosen.keys, programs, chosen.shares, chosen.grain
+    return decode_shares(query_start, context_len, window, k_cache.shape[2], *cut, teams)
+
+
+def team_sizes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Returns how many rows a team may have, and how many teams fill the GPU."""
+    tiles = team_tiles(dtype, head_dim)
+    return min(tiles.queries // (heads // kv_heads), MOST_ROWS), -(-tiles.programs * multiprocessors(device) // kv_heads)
 
 
 def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
@@ -99,7 +118,25 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
     )  # fmt: skip
 
 
-def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tensor, tiles: Tiles) -> None:
+def _teams(tensors: Given, numbers: Given, shared: dict[str, Any], teams: Teams, tiles: Tiles) -> Pair:
+    """Returns the levels of rows that read in teams (`teams.py`)."""
+    q, k_cache, v_cache, tables, query_start, context_len, *_, slopes = tensors
+    assert slopes is None and len(teams.lines) > most_teams(len(context_len))
+    levels = torch.empty(len(context_len), MOST_LEVELS, *q.shape[1:], dtype=torch.float32, device=q.device)
+    sums = torch.empty(levels.shape[:3], dtype=torch.float32, device=q.device)
+    pdl = tiles.pdl and use_pdl()
+    unlike = "SLOPED", "WITH_SINKS", "WITH_LSE"  # of rows
+    read_in_teams[(tiles.programs * multiprocessors(q.device),)](
+        q, k_cache, v_cache, tables, query_start, teams.lines, levels, sums, *numbers[:-1],
+        **{name: value for name, value in shared.items() if name not in unlike}, TEAM_TILE=tiles.queries, TILE=tiles.keys,
+        STAGES=tiles.stages, PDL=pdl, num_warps=tiles.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return levels, sums
+
+
+def _decode(
+    tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tensor, levels: tuple[Tensor | None, Tensor | None], tiles: Tiles
+) -> None:
     q, k_cache, v_cache, tables, _query_start, context_len, out, lse, sinks, slopes = tensors
     scale, unit, cap, width, size, _window = numbers
     kv_heads, head_dim = shared["KV_HEADS"], shared["DIM"]
@@ -111,9 +148,9 @@ def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tens
     pdl = tiles.pdl and use_pdl()
     members = triton.next_power_of_2(group)
     decode[(most,)](
-        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, left, sums, scale, unit, cap, width, size, **shared,
-        GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages, PDL=pdl,
-        num_warps=tiles.warps, launch_pdl=pdl,
+        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, left, sums, *levels, scale, unit, cap, width, size, **shared,
+        WITH_LEVELS=levels[0] is not None, GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages,
+        PDL=pdl, num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 

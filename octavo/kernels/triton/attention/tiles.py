@@ -22,7 +22,7 @@ class Tiles:
     queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
-    programs: int = 4  # decode: that a multiprocessor runs at once
+    programs: int = 4  # decode, teams: that a multiprocessor runs at once
     shares: int = 2  # decode: that rows are cut into for each of these, at most
     grain: int = 16  # decode: tiles of a share; there is a second one where there are twice as many to read
     pdl: bool = True  # decode is launched while the kernel before still runs
@@ -35,6 +35,15 @@ def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     if head_dim > 128:
         return Tiles(keys=32, warps=2, stages=3)
     return Tiles(keys=64, warps=4, stages=2)
+
+
+def team_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
+    """`queries`: of all rows of a team"""
+    if dtype == torch.float32:
+        return Tiles(keys=16, warps=4, stages=2)
+    if head_dim > 128:
+        return Tiles(keys=32, warps=4, stages=2, queries=32, programs=3)
+    return Tiles(keys=64, warps=4, stages=3, queries=64, programs=3)
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, arch: int, plain: bool = True) -> Tiles:

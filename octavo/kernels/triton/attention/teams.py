@@ -1,0 +1,72 @@
+"""Rows that share keys read them in teams, before each reads the rest alone (`decode.py`). `kernels/team_words.py` has the drawing.
+
+A program takes a team and a KV head, and then another: the queries of all its rows meet each tile of keys once. What a row got is put
+down as one of its levels; the kernel of the rows merges them. There are as many programs as a GPU runs at once, whatever there is to do:
+most steps that have this kernel have no teams.
+"""
+
+import triton
+import triton.language as tl
+
+from octavo.kernels import team_words
+from octavo.kernels.triton.attention.common import begin, load_lines
+from octavo.kernels.triton.attention.decode import LEVELS, put, read_keys
+from octavo.kernels.triton.pdl import begin as begin_pdl
+from octavo.kernels.triton.pdl import wait
+
+AT_BEGIN, AT_END, AT_LEVEL, AT_COUNT, AT_ROWS, WORDS = map(
+    tl.constexpr, (team_words.BEGIN, team_words.END, team_words.LEVEL, team_words.COUNT, team_words.ROWS, team_words.LINE)
+)
+
+
+@triton.jit(do_not_specialize=["table_width", "region_size"])
+def read_in_teams(
+    q,
+    k_cache,
+    v_cache,
+    tables,
+    query_start,
+    teams,
+    levels,
+    levels_lse,
+    scale,
+    unit,
+    cap,
+    table_width,
+    region_size,
+    Q_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    TEAM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32. TEAM_TILE: at least GROUP times the rows of a team"""
+    begin_pdl(PDL)
+    wait(PDL)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    for item in range(tl.program_id(0), tl.load(teams) * KV_HEADS, tl.num_programs(0)):
+        kv_head, at = item % KV_HEADS, teams + (1 + item // KV_HEADS) * WORDS
+        low, high, level = tl.load(at + AT_BEGIN), tl.load(at + AT_END), tl.load(at + AT_LEVEL)
+        line = tl.arange(0, TEAM_TILE)
+        present = line < tl.load(at + AT_COUNT) * GROUP
+        entry = tl.load(at + AT_ROWS + line // GROUP, mask=present, other=0)
+        token = tl.load(query_start + entry, mask=present, other=0)
+        head = kv_head * GROUP + line % GROUP
+        queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
+        table = tables + tl.load(at + AT_ROWS).to(tl.int64) * table_width  # the first row's: others have the same keys there
+        largest, total, mixed = begin(q, head, present, unit, TEAM_TILE, DIM_TILE, False)
+        result, log_sum = read_keys(
+            queries, k_cache, v_cache, table, kv_head, low, high, high, 0.0, largest, total, mixed, scale, unit, cap, region_size,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, CAPPED, False, TILE, STAGES,
+        )  # fmt: skip
+        place = (entry.to(tl.int64) * LEVELS + level) * HEADS + head
+        put(levels, place, present, result, DIM, DIM_TILE)
+        tl.store(levels_lse + place, log_sum, mask=present)
