@@ -1,0 +1,56 @@
+"""What entries of a step read together: found in the plan and the block tables, and put down for a device when it changes."""
+
+from array import array
+
+import numpy as np
+import torch
+
+from octavo.kernels.row_words import RowLayout
+from octavo.kernels.shared_keys import FREE, NOTHING
+from octavo.kernels.team_words import team_words
+from octavo.messages import NoiseKey, RowWrite, StepPlan
+from octavo.sampling_params import SamplingParams
+from octavo.worker.request_table import RequestTable
+from octavo.worker.step_sharing import StepSharing, StepTeams
+
+CPU, SPAN, ROWS = torch.device("cpu"), 16, 8
+TABLES = {0: [1, 2, 3], 1: [1, 2, 4], 3: [5], 6: [1, 2, 6]}
+
+
+def sharing() -> StepSharing:
+    table = RequestTable(ROWS, RowLayout(4, 64), CPU)
+    found = StepSharing(table, [SPAN], FREE)
+    noise, ids = NoiseKey((0, 0), 0, 0), array("q", [7] * 40)
+    writes = [RowWrite(row, row, ids, 40, 0, [blocks], SamplingParams(), (), [], noise, b"") for row, blocks in TABLES.items()]
+    table.apply(StepPlan(1, row_writes=writes))
+    return found
+
+
+def test_nodes_name_the_entries_of_the_plan() -> None:
+    found = sharing()
+    (alone,) = found.of(StepPlan(1, [0, 1, 3, 6], [0, 1, 3, 6], [33, 34, 3, 40], [1] * 4, [True] * 4))
+    assert alone.nodes.tolist() == [[0, 3, 0, 32]] and sorted(alone.rows.tolist()) == [0, 1, 3]
+    (beside,) = found.of(StepPlan(1, [6, 3, 0, 1], [6, 3, 0, 1], [40, 0, 33, 34], [1, 3, 1, 1], [True] * 4))  # a prompt of three tokens
+    assert beside.nodes.tolist() == [[0, 3, 0, 32]] and sorted(beside.rows.tolist()) == [0, 2, 3]
+    assert found.of(StepPlan(1, [0, 3], [0, 3], [33, 0], [1, 3], [True] * 2)) == [NOTHING]
+
+
+def test_teams_are_sent_when_they_change_and_stay_where_they_are() -> None:
+    (keys,) = sharing().of(StepPlan(1, [0, 1, 6], [0, 1, 6], [33, 34, 40], [1] * 3, [True] * 3))
+    teams = StepTeams(1, ROWS, 2, 1, CPU)
+    of_entries, lines = teams.of_group[0]
+
+    def there() -> bool:
+        expected = team_words(keys, 3, 2)
+        found = of_entries[:3].numpy(), lines[: len(expected[1])].numpy()
+        return all(map(np.array_equal, found, expected))
+
+    teams.send([keys], 3)
+    assert there() and lines[0, 0] == 2
+    teams.words.zero_()
+    teams.send([keys], 3)
+    assert not teams.words.any(), "the same is not sent again"
+    teams.send([keys], 4)
+    assert there() and not of_entries[3:].any()
+    teams.send([NOTHING], 4)
+    assert lines[0, 0] == 0
