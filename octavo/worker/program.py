@@ -115,8 +115,9 @@ class Eager:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # of each layer
         most_rows, device = len(table.words), table.words.device
-        self.sharing = StepSharing(table, self._spans, TORCH_COST if device.type == "cpu" else GPU_COST)
         self.teams = _teams(model, backend, len(self._spans), most_rows)
+        cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
+        self.sharing = None if cost is None else StepSharing(table, self._spans, cost)
         self._shared: Keys = [NOTHING] * len(self._spans)
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
@@ -132,6 +133,8 @@ class Eager:
 
     def share(self, plan: StepPlan) -> bool:
         """Finds the keys that entries of a step read together. Returns whether they do so in teams."""
+        if self.sharing is None:
+            return False
         self._shared = self.sharing.of(plan)
         return self.teams is not None and any(len(keys.nodes) for keys in self._shared)
 

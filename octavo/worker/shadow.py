@@ -332,7 +332,8 @@ def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> Sh
 
 def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
     """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
-    eager.sharing.share_all()
+    if eager.sharing is not None:
+        eager.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         shadow.watches = True

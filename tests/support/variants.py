@@ -146,6 +146,7 @@ def build_runner(config: DenseConfig, dtype: str, codes: ZeroWeights | None) -> 
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
     eager = Eager(model, TritonBackend, store.caches, table, SIZE, TOKENS)  # type: ignore[arg-type]
     eager.teams = StepTeams(1, ROWS, 16, 8, CPU)
+    assert eager.sharing is not None
     eager.sharing.share_all()
     graph = Graph(eager, ROWS, TOKENS, CAPTURED)
     return ModelRunner(graph, ops, store, table, Faults(Debug())), graph
