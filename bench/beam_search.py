@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,6 +26,7 @@ from tests.support.smollm2 import reference_smollm2
 
 TEXT = Path(__file__).parents[1] / "tests/data/prompts/questions.txt"
 WARM_UP_TOKENS = 4
+Dtype = Literal["float32", "bfloat16"]
 Prompts = list[list[int]]
 Search = Callable[[Prompts, BeamSearchParams], list[list[int]]]  # returns the best answer to each prompt
 
@@ -71,7 +72,9 @@ def of_default_model(stack: ExitStack) -> tuple[dict[str, Search], list[int]]:
     return {"transformers, float32": theirs(model), "octavo, float32": ours(floats), "octavo, as in the file": ours(usual)}, ids
 
 
-def of_random_weights(stack: ExitStack, shape: dict[str, Any], device: str) -> tuple[dict[str, Search], list[int]]:
+def of_random_weights(
+    stack: ExitStack, shape: dict[str, Any], device: str, dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+) -> tuple[dict[str, Search], list[int]]:
     """The same, of weights that transformers draws and both read. Without a text, the ids are random too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,7 +85,7 @@ def of_random_weights(stack: ExitStack, shape: dict[str, Any], device: str) -> t
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(folder)
     searches: dict[str, Search] = {}
     room = {"kv_cache_memory_bytes": 2**32, "max_num_seqs": 64, "max_model_len": 1024}  # several engines share the device
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         searches[f"transformers, {dtype}"] = theirs(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device))
         llm = LLM(folder, dtype=dtype, device=device, skip_tokenizer_init=True, **room)
         searches[f"octavo, {dtype}"] = ours(stack.enter_context(llm))

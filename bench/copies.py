@@ -61,7 +61,8 @@ def exchanges(count: int) -> StepPlan:
 
 def policy_fork(tokens: int) -> float:
     """Microseconds of the scheduler for one fork of a running sequence, and for its end."""
-    engine = FakeEngine(block_size=BLOCK, num_blocks=2 * tokens // BLOCK + 200, rows=TIMES + 2, budget=tokens, max_len=tokens + 64)
+    rows, num_blocks = TIMES + 2, 2 * tokens // BLOCK + 200
+    engine = FakeEngine(block_size=BLOCK, num_blocks=num_blocks, rows=rows, budget=max(tokens, rows), max_len=tokens + 64)
     (parent,) = engine.add("parent", [number % 50 for number in range(tokens)], sampling(32)).sequences
     while parent.num_tokens <= tokens:
         engine.step()
