@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,8 +33,9 @@ from tests.support.fake import FakeEngine, sampling
 BLOCK = 16  # tokens
 TIMES = 50
 NOISE = NoiseKey((1, 2), 3, 4)
-LOADS = {"cpu": "single,batch32", "cuda": "single,nano256"}
-SHOWN = ("single", "batch32", "throughput", "per output token", "tok/s")  # lines of a run's output with one of these words
+BATCH = ("--input-len", "256", "--output-len", "32", "--num-prompts", "16")
+LOADS = {"cpu": (("--load", "single"), BATCH), "cuda": (("--loads", "single,nano256"),)}
+SHOWN = ("single", "random", "throughput", "per output token, ms", "tok/s")  # lines of a run's output with one of these words
 
 
 def microseconds(work: Callable[[], object], device: str) -> float:
@@ -94,20 +96,20 @@ def costs(model: ModelConfig, device: str, dtype: str, tokens: int, rows: int) -
         print(f"  {what:38} {cost:10,.1f} us" + (f"   {size / 2**20:8.2f} MiB" if size else ""))
 
 
-def run_command(device: str, backend: str, loads: str) -> list[str]:
+def run_command(device: str, backend: str, load: tuple[str, ...]) -> list[str]:
     """Both attentions have the same rows and lengths. A contiguous cache has a region of the longest sequence for every row."""
     if device == "cuda":
         settings = (f"attention_backend={backend}", "enable_prefix_caching=false", "max_model_len=2048", "max_num_seqs=256")
-        return [str(Path(__file__).with_name("gpu_loads.py")), "--loads", loads, "--set", *settings]
+        return [str(Path(__file__).with_name("gpu_loads.py")), *load, "--set", *settings]
     settings = ("--attention-backend", backend, "--no-enable-prefix-caching", "--max-model-len", "1024", "--max-num-seqs", "32")
-    return ["-m", "octavo", "bench", "throughput", "--rounds", "1", "--load", loads, *settings]
+    return ["-m", "octavo", "bench", "throughput", "--rounds", "1", *load, *settings]
 
 
-def runs(device: str, loads: str, rounds: int) -> None:
+def runs(device: str, rounds: int) -> None:
     """Prints how fast whole runs are with either attention, in turn, as often as `rounds` says."""
     for _ in range(rounds):
-        for backend in ("triton" if device == "cuda" else "cpu", "contiguous"):
-            command = [sys.executable, *run_command(device, backend, loads)]
+        for load, backend in product(LOADS[device], ("triton" if device == "cuda" else "cpu", "contiguous")):
+            command = [sys.executable, *run_command(device, backend, load)]
             said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             print(backend, *(line for line in said.splitlines() if any(word in line for word in SHOWN)), sep="\n  ", flush=True)
 
@@ -120,11 +122,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--runs", action="store_true")
-    parser.add_argument("--loads", help="of whole runs")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     if args.runs:
-        return runs(args.device, args.loads or LOADS[args.device], args.rounds)
+        return runs(args.device, args.rounds)
     model = config_of(args.model, args.device)
     for rows in args.rows:
         costs(model, args.device, args.dtype, args.tokens, rows)
