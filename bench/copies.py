@@ -5,7 +5,8 @@
     python bench/copies.py --runs [--device cuda]                               whole runs with paged and with contiguous attention, in turn
 
 A fork by reference is work of the host and a line of the request table; the first of both that writes into their last block copies that
-block. With contiguous caches a fork copies all keys and values of its parent. MODEL may be a config.json: no weights are read.
+block. With contiguous caches a fork copies all keys and values of its parent. MODEL may be a config.json: no weights are read. Without
+MODEL it is the default model, and on a GPU the shape of Qwen3-0.6B, with random weights where there is something to run.
 """
 
 import argparse
@@ -14,14 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import islice
+from itertools import product
+from pathlib import Path
 
 import torch
 
+from octavo.bench.loads import QWEN3_06B
 from octavo.kernels.row_words import RowLayout
 from octavo.loading.shape import model_shape
 from octavo.messages import NoiseKey, RowFork, StepPlan
-from octavo.models.registry import cache_specs
+from octavo.model_config import ModelConfig
+from octavo.models.registry import cache_specs, read_config
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.request_table import RequestTable
 from tests.support.fake import FakeEngine, sampling
@@ -29,6 +33,9 @@ from tests.support.fake import FakeEngine, sampling
 BLOCK = 16  # tokens
 TIMES = 50
 NOISE = NoiseKey((1, 2), 3, 4)
+BATCH = ("--input-len", "256", "--output-len", "32", "--num-prompts", "16")
+LOADS = {"cpu": (("--load", "single"), BATCH), "cuda": (("--loads", "single,nano256"),)}
+SHOWN = ("single", "random", "throughput", "per output token, ms", "tok/s")  # lines of a run's output with one of these words
 
 
 def microseconds(work: Callable[[], object], device: str) -> float:
@@ -56,7 +63,8 @@ def exchanges(count: int) -> StepPlan:
 
 def policy_fork(tokens: int) -> float:
     """Microseconds of the scheduler for one fork of a running sequence, and for its end."""
-    engine = FakeEngine(block_size=BLOCK, num_blocks=2 * tokens // BLOCK + 200, rows=TIMES + 2, budget=tokens, max_len=tokens + 64)
+    rows, num_blocks = TIMES + 2, 2 * tokens // BLOCK + 200
+    engine = FakeEngine(block_size=BLOCK, num_blocks=num_blocks, rows=rows, budget=max(tokens, rows), max_len=tokens + 64)
     (parent,) = engine.add("parent", [number % 50 for number in range(tokens)], sampling(32)).sequences
     while parent.num_tokens <= tokens:
         engine.step()
@@ -64,8 +72,12 @@ def policy_fork(tokens: int) -> float:
     return microseconds(lambda: engine.scheduler.moves.fork(parent, next(children)), "cpu")
 
 
-def costs(model: str | None, device: str, dtype: str, tokens: int, rows: int) -> None:
-    specs = cache_specs(model_shape(model).config, dtype)
+def config_of(model: str | None, device: str) -> ModelConfig:
+    return read_config(QWEN3_06B, "Qwen3-0.6B") if model is None and device == "cuda" else model_shape(model).config
+
+
+def costs(model: ModelConfig, device: str, dtype: str, tokens: int, rows: int) -> None:
+    specs = cache_specs(model, dtype)
     place, blocks = torch.device(device), -(-tokens // BLOCK)
     block_bytes = BLOCK * sum(spec.bytes_per_token for spec in specs)
     paged: KVStore = PagedStore(specs, 2 * rows + 2, BLOCK, place)
@@ -84,14 +96,22 @@ def costs(model: str | None, device: str, dtype: str, tokens: int, rows: int) ->
         print(f"  {what:38} {cost:10,.1f} us" + (f"   {size / 2**20:8.2f} MiB" if size else ""))
 
 
-def runs(device: str, loads: str, rounds: int) -> None:
-    """`octavo bench throughput` with either attention, as often as `rounds` says."""
-    backends = ("triton" if device == "cuda" else "cpu", "contiguous")
+def run_command(device: str, backend: str, load: tuple[str, ...]) -> list[str]:
+    """Both attentions have the same rows and lengths. A contiguous cache has a region of the longest sequence for every row."""
+    if device == "cuda":
+        settings = (f"attention_backend={backend}", "enable_prefix_caching=false", "max_model_len=2048", "max_num_seqs=256")
+        return [str(Path(__file__).with_name("gpu_loads.py")), *load, "--set", *settings]
+    settings = ("--attention-backend", backend, "--no-enable-prefix-caching", "--max-model-len", "1024", "--max-num-seqs", "32")
+    return ["-m", "octavo", "bench", "throughput", "--rounds", "1", *load, *settings]
+
+
+def runs(device: str, rounds: int) -> None:
+    """Prints how fast whole runs are with either attention, in turn, as often as `rounds` says."""
     for _ in range(rounds):
-        for backend in backends:
-            command = [sys.executable, "-m", "octavo", "bench", "throughput", "--load", loads, "--attention-backend", backend]
-            said = subprocess.run([*command, "--device", device], capture_output=True, text=True, check=True).stdout
-            print(backend, *islice(filter(None, said.splitlines()), 40), sep="\n  ", flush=True)
+        for load, backend in product(LOADS[device], ("triton" if device == "cuda" else "cpu", "contiguous")):
+            command = [sys.executable, *run_command(device, backend, load)]
+            said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            print(backend, *(line for line in said.splitlines() if any(word in line for word in SHOWN)), sep="\n  ", flush=True)
 
 
 def main() -> None:
@@ -102,13 +122,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--runs", action="store_true")
-    parser.add_argument("--loads", default="single,batch32")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     if args.runs:
-        return runs(args.device, args.loads, args.rounds)
+        return runs(args.device, args.rounds)
+    model = config_of(args.model, args.device)
     for rows in args.rows:
-        costs(args.model, args.device, args.dtype, args.tokens, rows)
+        costs(model, args.device, args.dtype, args.tokens, rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_REQUESTS = 40
 LEAST_REQUESTS = 12  # with fewer, a case such as an eviction may not happen (tried with block sizes 1 to 256, both depths, many seeds)
 MOST_REQUESTS = 100_000
-CASES = "a prefix hit, a fork, a copy on write, a preemption and an eviction"
+CASES = "a prefix hit, a fork, a copy on write, a preemption, an eviction and a beam search"
 EXAMPLES = """examples:
   octavo verify                              the default model
   octavo verify Qwen/Qwen3-0.6B              a model of the hub
@@ -88,13 +88,14 @@ def verified_lines(results: "Sequence[Verified]") -> list[list[str]]:
     """Returns the lines of the table, with a column for each pipeline depth."""
     rows = [
         ("requests", [r.requests for r in results]),
+        ("beam searches among them", [r.searches for r in results]),
         ("steps compared", [r.compared.steps for r in results]),
         ("rows compared (all layers)", [r.compared.rows for r in results]),
         ("cache values, bit for bit", [r.compared.cache_values for r in results]),
         ("attention outputs, bit for bit", [r.compared.output_values for r in results]),
         ("prompt tokens from the cache", [r.cached_tokens for r in results]),
         ("preemptions", [r.preemptions for r in results]),
-        ("samples forked", [r.compared.forks for r in results]),
+        ("sequences forked", [r.compared.forks for r in results]),
         ("blocks allocated", [r.pool.taken for r in results]),
         ("blocks shared", [r.pool.shared for r in results]),
         ("blocks copied on write", [r.compared.copies for r in results]),

@@ -1,7 +1,7 @@
 """`octavo verify`: a stress schedule on a real model; the shadow compares every step bit for bit.
 
 A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after a block
-edge, and are computed in chunks. A run in which one of these did not happen proves too little, so it fails.
+edge, are answered by beam search, and are computed in chunks. A run in which one of these did not happen proves too little, so it fails.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import ModelShape
-from octavo.messages import AddRequest
+from octavo.messages import AddRequest, Beams
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import PoolCounts
 from octavo.policy.cache_group import FULL, CacheGroup
@@ -30,6 +30,8 @@ from octavo.worker.shadow import Compared, Shadow, happened
 
 BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
 NUM_ROWS = 6
+PREEMPT_EVERY = 7  # steps: whoever came last is preempted, so that beams are among them
+SAMPLES = (1, 3, None, 2, 1)  # of a request and those after it, in turn; None: beams
 HAPPENINGS = ("tokens computed", "prefix hits", "forks", "copies on write", "preemptions", "evictions")
 
 
@@ -41,6 +43,7 @@ class Verified:
     preemptions: int
     cached_tokens: int
     requests: int
+    searches: int  # those of them that were answered by beam search
     dtype: str
     kv_cache_dtype: str
     kernels: str  # those that were looked at
@@ -63,13 +66,17 @@ def stress_config(config: EngineConfig, depth: int, groups: Sequence[CacheGroup]
     )
 
 
-def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> list[AddRequest]:
-    """Returns prompts over a few shared prefixes. Some come twice, and some want several samples."""
+def beam_width(groups: Sequence[CacheGroup]) -> int:
+    """Returns how many beams always fit into the pool. Where blocks differ in length, beams share fewer of them."""
+    return 3 if all(group.links == 1 for group in groups) else 2
+
+
+def stress_requests(count: int, block_size: int, vocab_size: int, seed: int, width: int) -> list[AddRequest]:
+    """Returns prompts over a few shared prefixes. Some come twice, some want several samples, and some `width` beams."""
     rng = Random(seed)
     size = block_size
     prefixes = [[rng.randrange(vocab_size) for _ in range(3 * size)] for _ in range(3)]
     tails = [1, 2, size - 1, size, size + 1, 2 * size]  # a sample forks at the last token: at, after and before a block edge
-    samples = [1, 3, 1, 2, 1]
     requests: list[AddRequest] = []
     for number in range(count):
         if number % 5 == 4:
@@ -77,11 +84,10 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> 
         else:
             tail = [rng.randrange(vocab_size) for _ in range(tails[number % len(tails)])]
             prompt = rng.choice(prefixes)[: rng.choice([size, 2 * size, 3 * size])] + tail
-        room = BLOCKS_FOR_LONGEST * size + 1 - len(prompt)
-        params = SamplingParams(
-            n=samples[number % len(samples)], seed=number, ignore_eos=True, max_tokens=rng.randint(1, min(room, 2 * size + 4))
-        )
-        requests.append(AddRequest(str(number), prompt, params))
+        samples, room = SAMPLES[number % len(SAMPLES)], BLOCKS_FOR_LONGEST * size + 1 - len(prompt)
+        longest = min(room, 2 * size + 4 if samples else size + 2)  # beams share less than samples the longer they are
+        params = SamplingParams(n=samples or width, seed=number, ignore_eos=True, max_tokens=rng.randint(1 if samples else 2, longest))
+        requests.append(AddRequest(str(number), prompt, params, beams=None if samples else Beams(width)))
     return requests
 
 
@@ -94,13 +100,14 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
             f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {size} tokens ({longest} tokens), "
             f"but the model's maximum is {model.max_position}: lower --block-size"
         )
-    config = stress_config(config, depth, ModelShape(source.name, model).needs("float32").groups)
-    debug = replace(debug_from_environment(), check=True, preempt_every=11)
+    groups = ModelShape(source.name, model).needs("float32").groups
+    config = stress_config(config, depth, groups)
+    debug = replace(debug_from_environment(), check=True, preempt_every=PREEMPT_EVERY)
 
     with compilers_for(config.device) as compilers:
         start, facts, shadow, others = _open(config, source, model, debug, compilers)
     core = assemble(start, model, debug)
-    requests = stress_requests(num_requests, size, model.vocab_size, config.seed)
+    requests = stress_requests(num_requests, size, model.vocab_size, config.seed, beam_width(groups))
     try:
         cached, schedule = _run(core, requests, shadow.compared)
     finally:
@@ -116,6 +123,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         preemptions=scheduler.stats.preemptions,
         cached_tokens=cached,
         requests=len(requests),
+        searches=sum(request.beams is not None for request in requests),
         dtype=facts.dtype,
         kv_cache_dtype=facts.needs.kv_cache_dtype,
         kernels=facts.kernels,
@@ -167,6 +175,7 @@ def _demand_stress(verified: Verified, block_size: int) -> None:
         "copies on write": verified.compared.copies,
         "preemptions": verified.preemptions,
         "evictions": verified.pool.evicted,
+        "beam searches": verified.searches,
     }
     if block_size == 1:
         del seen["copies on write"]  # a block of one token is never part filled, so it is never copied

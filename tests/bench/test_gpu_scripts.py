@@ -4,15 +4,16 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import block_sizes, capacity, gpu_budget, gpu_loads, gpu_memory, gpu_ready, gpu_verify
+from bench import beam_search, block_sizes, capacity, copies, gpu_budget, gpu_loads, gpu_memory, gpu_ready, gpu_verify
 from bench.capacity import Lengths, fit
 from bench.gpu_budget import REST, SAMPLING, Event, budget
-from octavo import LLM
+from octavo import LLM, BeamSearchParams
 from octavo.bench import loads
 from octavo.config import EngineConfig
 from octavo.loading.shape import ModelShape
@@ -152,3 +153,24 @@ def test_the_table_of_memory_leaves_nothing_out() -> None:
     assert table["graphs"] == ["0", "30", "-"] and table["activations"] == ["50", "40", "0.800"]
     assert table["other"] == ["600", "600", "1.000"]  # 1010 held, 400 of torch, 10 of the graphs' outside it
     assert table["kept by torch"][1] == "30" and table["all"] == ["960", "1,010", "1.052"]
+
+
+def test_beam_search_is_timed_beside_transformers_with_the_same_random_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    shape = dict(gpu_verify.SMALL, hidden_size=64, num_hidden_layers=1)
+    with ExitStack() as stack:
+        searches, ids = beam_search.of_random_weights(stack, shape, "cpu", ("float32",))
+        beam_search.compare(searches, beam_search.prompts_of(ids, 3, 20), BeamSearchParams(4, 8, ignore_eos=True), rounds=1)
+    head, theirs, ours, equal = capsys.readouterr().out.splitlines()
+    assert head == "3 prompts of 20 tokens, 8 tokens each, width 4" and theirs.endswith(" 1.00x") and ours.startswith("  octavo, float32")
+    assert equal == "  best answers in float32 that are the same: 3 of 3"
+
+
+def test_costs_of_copies_are_told_with_their_bytes(run: Run) -> None:
+    head, *lines = run(copies, "--tokens", "40", "--rows", "2").splitlines()
+    assert head == "40 tokens, 2 at once, 360 KiB a block of 16 tokens, cpu float16"
+    sizes = {line[2:40].strip(): line.split(" us")[1].strip() for line in lines}
+    assert len(sizes) == 5 and sizes["a block that is copied on write"] == "0.35 MiB"
+    assert sizes["a fork of a contiguous cache"] == "1.05 MiB"

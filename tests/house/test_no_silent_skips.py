@@ -1,11 +1,20 @@
-"""In CI only a test marked `gpu` may skip: the real conftest is run over a small suite of every kind of skip."""
+"""In CI only a test marked `gpu` may skip: the real conftest is run over a small suite of every kind of skip. And such tests are found
+on a machine that has a GPU and few libraries."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+TESTS = Path(__file__).resolve().parents[1]
+CONFTEST = TESTS / "conftest.py"
+BARE = """
+import sys
+for name in ("msgspec", "zmq", "fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", "gguf", "rich", "ray"):
+    sys.modules[name] = None
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 ALLOWED = """
 import pytest
@@ -62,3 +71,12 @@ def test_a_skip_is_no_failure_outside_ci(tmp_path: Path) -> None:
     run = run_suite(tmp_path, "", {"test_a.py": ALLOWED, "test_b.py": FORBIDDEN, "test_c.py": WHOLE_MODULE})
     assert "1 passed, 5 skipped, 1 xfailed" in run.stdout
     assert run.returncode == 0
+
+
+def test_tests_of_a_gpu_are_found_without_the_libraries_of_a_server() -> None:
+    files = ("gpu", "equivalence", "engine/test_gpu_ready.py")
+    options = ("--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *(str(TESTS / one) for one in files))
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    found = subprocess.run([sys.executable, "-c", BARE, *options], cwd=TESTS.parent, env=env, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stdout
+    assert "tests/engine/test_gpu_ready.py::" in found.stdout and "tests/gpu/test_transformers.py::" in found.stdout
