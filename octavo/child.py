@@ -1,10 +1,11 @@
-"""Helps with child processes: starts and restarts them, ends them with their parent, and gives freed memory back to the system."""
+"""Helps with child processes: starts, watches and restarts them, ends them with their parent, and gives freed memory back."""
 
 import ctypes
 import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 HEALTHY_SECONDS = 60.0
@@ -37,6 +38,23 @@ def is_stopped(pid: int) -> bool:
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False
+
+
+class CpuWait:
+    """Sees whether a process wants to run and gets no CPU. Then it is silent because the machine is busy, and not because it hangs."""
+
+    def __init__(self, pid: int) -> None:
+        self._main_thread = Path(f"/proc/{pid}/task/{pid}/stat")
+        self._used = ""  # CPU time at the last look
+
+    def lasts(self) -> bool:
+        """Whether the main thread has had no CPU since the last look, and waits for one now. False where the system does not tell."""
+        try:
+            state, *numbers = self._main_thread.read_text().rpartition(") ")[2].split()
+        except OSError:
+            return False
+        before, self._used = self._used, " ".join(numbers[10:12])  # of programs, and of the kernel for them
+        return state == "R" and self._used == before
 
 
 def give_back_freed_memory() -> None:

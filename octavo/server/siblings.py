@@ -5,7 +5,7 @@
 
 The pipe stays open while the parent lives: when the parent ends, for whatever reason, its siblings end too. Ctrl-C in a terminal reaches
 only the parent, which passes signals on. A sibling that dies is started again, as often and as soon as an engine would be. A
-sibling that is stopped, or shows no sign of life, is killed first.
+sibling that is stopped, or shows no sign of life although it has a CPU, is killed first.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from contextlib import suppress
 import msgspec
 from msgspec import Struct
 
-from octavo.child import Restarts, command, is_stopped
+from octavo.child import CpuWait, Restarts, command, is_stopped
 from octavo.config import EngineConfig
 from octavo.engine.router import CLIENT_SECONDS
 from octavo.log import logger
@@ -94,14 +94,15 @@ class Sibling:
     def _verdict(self, pid: int) -> str:
         """Returns why the process has to be killed, or "" if it is well.
 
-        Silence is counted in ticks of this process and not in seconds, because there are no ticks while the whole machine sleeps. A
-        sibling that is still starting is silent, and may be until the model is loaded.
+        Silence is counted in ticks of this process and not in seconds, because there are no ticks while the whole machine sleeps. Ticks
+        in which the sibling only waited for a CPU are not counted: it would go on if it were let. A sibling that is still starting is
+        silent, and may be until the model is loaded.
         """
         beats = self._numbers.beats(self._orders.row)
         if beats != self._beats:
             self._beats, self._silent_ticks = beats, 0
             self._ready_at = time.monotonic() if self._ready_at is None else self._ready_at
-        elif self._ready_at is not None:
+        elif self._ready_at is not None and not self._cpu_wait.lasts():
             self._silent_ticks += 1
         if is_stopped(pid):
             return "it was stopped"
@@ -116,10 +117,12 @@ class Sibling:
         words = command("octavo.server.run", "sibling", self._listener.fileno())
         orders, self._starts = msgspec.structs.replace(self._orders, starts=self._starts), self._starts + 1
         try:
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)
+            # a group of its own, which Ctrl-C does not reach, but no session: Linux may give each session its own share of the CPUs
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, process_group=0)
         except OSError as error:
             self._ended(f"could not be started: {error}")
             return
+        self._cpu_wait = CpuWait(self._process.pid)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has already ended, which `check` will notice
             self._process.stdin.write(msgspec.json.encode(orders) + b"\n")

@@ -21,6 +21,7 @@ from tests.support.server_process import Reply, ServerProcess
 
 # Logprobs of other batches differ by rounding. A seed or no noise at all: what is asked again must be answered again.
 CLOSE = 1e-3
+NOTICED_SECONDS = 30  # within which a loss is noticed
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"seed": 4},
@@ -121,6 +122,12 @@ async def clients(server: ServerProcess, quiet: list[Answer], end: float) -> tup
     return answered, moved
 
 
+def nothing_is_held(server: ServerProcess) -> bool:
+    told = server.ask("GET", "/metrics").body.decode()
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(set(re.findall(rf"octavo:{gauge}{{[^}}]*}} (\S+)", told)) == {"0.0"} for gauge in gauges)
+
+
 def storm(server: ServerProcess, quiet: list[Answer], seconds: float, blow: Blow) -> tuple[int, int, int]:
     """Returns how many were answered, how many of them moved, and how many engines died. Clients have a thread of their own, for a blow
     may take long, and Ray starts nodes in the main thread alone."""
@@ -132,6 +139,7 @@ def storm(server: ServerProcess, quiet: list[Answer], seconds: float, blow: Blow
             if ready(server)[0] == 3:  # whoever loses two engines without a token between is failed
                 blow(server, rng)
                 deaths += 1
+                wait_for(lambda: ready(server)[0] < 3, NOTICED_SECONDS)  # until then all would still seem to be well
         return *served.result(), deaths
 
 
@@ -143,13 +151,11 @@ def survives(folder: str, num_clients: int, seconds: float, deaths: int, *flags:
         try:
             answered, moved, died = storm(server, quiet, seconds, blow)
         except Exception as error:
-            error.add_note(server.stderr[-5000:])
+            error.add_note(server.stderr[-20_000:])
             raise
         assert died >= deaths and moved > 0, (answered, moved, died)
         wait_for(lambda: ready(server) == (3, 3), 60)
-        told = server.ask("GET", "/metrics").body.decode()
-        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            assert set(re.findall(rf"octavo:{gauge}{{[^}}]*}} (\S+)", told)) == {"0.0"}, gauge
+        wait_for(lambda: nothing_is_held(server), 5)  # an API process hears it with the next beats
         grown = server.memory("VmRSS") - before
         assert grown < 50 * 2**20, f"the API process grew by {grown >> 20} MiB"
         return f"{answered} answers, {moved} moved, {died} engines died, {grown / 2**20:+.1f} MiB"

@@ -3,8 +3,10 @@
 Each is played by a process that takes its orders and beats, and nothing else.
 """
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,22 +26,24 @@ PLAYED = """
 import json, mmap, os, sys, time
 orders, parent = json.loads(sys.stdin.readline()), os.getppid()
 cells = memoryview(mmap.mmap(orders["shared"], 0)).cast("d")
-beats = int(orders["model_name"])
+beats, then = orders["model_name"].split()
+beats = int(beats)
 while os.getppid() == parent:
     if beats:
         beats -= 1
         cells[-1] += 1
-    time.sleep(0.01)
+    if beats or then == "hangs":
+        time.sleep(0.01)
 """  # without imports of ours, so that it starts at once: the last cell of the last row is the one to beat
 
 
 class Parent:
-    def __init__(self, beats: int, max_restarts: int) -> None:
-        """A sibling beats so often, and then hangs."""
+    def __init__(self, beats: int, then: str, max_restarts: int) -> None:
+        """A sibling beats so often, and then hangs or spins."""
         config = ServerConfig(api_processes=2, max_restarts=max_restarts)
         self._listener = socket.create_server(("127.0.0.1", 0))
         numbers = Numbers(shared_file(), 0, 2)
-        self.siblings = Siblings(Orders(EngineConfig(), config, "", str(beats)), self._listener, numbers)
+        self.siblings = Siblings(Orders(EngineConfig(), config, "", f"{beats} {then}"), self._listener, numbers)
         (self.sibling,) = self.siblings._all
 
     @property
@@ -61,8 +65,8 @@ class Parent:
 
 
 @contextmanager
-def parent(beats: int = 10**9, max_restarts: int = 3) -> Iterator[Parent]:
-    started = Parent(beats, max_restarts)
+def parent(beats: int = 10**9, then: str = "hangs", max_restarts: int = 3) -> Iterator[Parent]:
+    started = Parent(beats, then, max_restarts)
     try:
         yield started
     finally:
@@ -98,20 +102,52 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
         assert not first.siblings.check()
 
 
-@pytest.mark.parametrize("how", ["hangs", "is stopped"])
+@pytest.mark.parametrize("how", ["hangs", "spins", "is stopped"])
 def test_one_that_does_nothing_is_killed_and_started_again(
     how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if how == "hangs":
+    if how != "is stopped":
         monkeypatch.setattr(siblings, "SILENT_TICKS", 50)
-    with parent(beats=3 if how == "hangs" else 10**9) as first:
+    with parent(*((3, how) if how != "is stopped" else ())) as first:
         before = first.until_ready()
         if how == "is stopped":
             first.sibling.send(signal.SIGSTOP)
         first.until(lambda: first.pid not in (None, before))
         assert first.until_ready() != before
-    said = "it gave no sign of life" if how == "hangs" else "it was stopped"
+    said = "it was stopped" if how == "is stopped" else "it gave no sign of life"
     assert any(f"API process {before} is killed: {said}" in line for line in caplog.messages)
+
+
+@contextmanager
+def busy_cpu(pid: int) -> Iterator[None]:
+    """Leaves a process next to nothing of one CPU."""
+    cpu = {min(os.sched_getaffinity(0))}
+    os.sched_setaffinity(pid, cpu)
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    spin = f"import os; os.sched_setaffinity(0, {cpu})\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(6)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        os.sched_setaffinity(pid, os.sched_getaffinity(0))  # whoever has no CPU cannot die, either
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell who waits for a CPU")
+def test_one_that_gets_no_cpu_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "SILENT_TICKS", 50)
+    with parent() as first:
+        before, silent = first.until_ready(), 0
+        with busy_cpu(before):
+            deadline = time.monotonic() + 60
+            while silent < 100:
+                assert time.monotonic() < deadline, "it was never silent for long enough"
+                beats = first.sibling._beats
+                assert first.siblings.check() and not first.sibling._killed
+                silent = silent + 1 if first.sibling._beats == beats else 0
+                time.sleep(TICK)
 
 
 def test_one_that_slept_with_the_whole_machine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
