@@ -52,13 +52,14 @@ def held_parts(runner: ModelRunner) -> dict[str, int]:
 
 def recorded_plans() -> list[MemoryPlan]:
     """Returns a list that collects the plans the engine makes from now on."""
-    plans, plan_memory = list[MemoryPlan](), facts_module.plan_memory
+    plans, plan_stages = list[MemoryPlan](), facts_module.plan_stages
 
-    def plan(*given: Any) -> MemoryPlan:
-        plans.append(plan_memory(*given))
-        return plans[-1]
+    def plan(*given: Any) -> list[MemoryPlan]:
+        made = plan_stages(*given)
+        plans.extend(made)
+        return made
 
-    facts_module.plan_memory = plan
+    facts_module.plan_stages = plan
     return plans
 
 
