@@ -104,7 +104,7 @@ def table_bytes(llm: LLM) -> int:
     """Returns the bytes of the block tables of all rows, and of those of one step, which are copies."""
     runner: Any = llm._core.executor
     layout = runner.table.layout
-    copies: int = runner.program.memory._tables.nbytes
+    copies: int = runner.program.eager.memory._tables.nbytes
     return len(runner.table.words) * layout.groups * layout.max_blocks * 4 + copies
 
 

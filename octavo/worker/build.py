@@ -51,7 +51,8 @@ from octavo.worker.program import Eager, Program
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampling
-from octavo.worker.shadow import Shadow, ShadowedStore, computed_twice, shadowed, watched_native, watched_torch
+from octavo.worker.shadow import Shadow, ShadowedStore, shadowed, watched_native, watched_torch
+from octavo.worker.twice import computed_twice
 
 GIB = 2**30
 

@@ -31,7 +31,7 @@ from octavo.errors import VerifyError
 from octavo.kernels.reference.partial_attention import kept_positions
 from octavo.kernels.shared_keys import AllShared
 from octavo.kernels.step_tensors import StepTensors
-from octavo.layers.comm import Channel, Comm
+from octavo.layers.comm import Comm
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
 from octavo.policy.cache_group import FULL, CacheGroup
@@ -40,7 +40,8 @@ from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore, PagedS
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Eager, Forward, Place, Program, Shape
+from octavo.worker.program import Eager, Forward, Program, Shape
+from octavo.worker.twice import as_bits, same_bits
 
 Backend = type[AttentionBackend]
 
@@ -88,10 +89,8 @@ class Shadow:
         """Events of the block pool: what is sealed is archived, what is evicted can be hit no more."""
         if event == "seal":
             assert key is not None
-            row, index = next(iter(self._rows_of[block].items()))
-            span = self._span(key[0], index)
             self._key_of[block] = key
-            self._archive[key] = [{name: buffer[row, span].clone() for name, buffer in cache.items()} for cache in self._caches(key[0])]
+            self._archive[key] = self._bytes(key[0], *next(iter(self._rows_of[block].items())))
         elif event == "evict":
             del self._archive[self._key_of.pop(block)]
 
@@ -100,6 +99,7 @@ class Shadow:
         self.step = plan.step
         self.compared.steps += 1
         self.compared.copies += len(plan.copies)
+        shared = self._unsealed(plan)
         self.regions.apply(plan)
         forked = [self._tables[fork.source] for fork in plan.row_forks]  # all reads before any write
         for fork, tables in zip(plan.row_forks, forked):
@@ -107,7 +107,7 @@ class Shadow:
             self.compared.forks += not fork.moves
         for write in plan.row_writes:
             self._set_tables(write.row, write.tables)
-            self._restore(write.row, write.tables)
+            self._restore(write.row, write.tables, shared)
         for row, length in plan.lengths:
             self._set_tables(row, [table[: -(-(length - 1) // span)] for table, span in zip(self._tables[row], self.spans)])
         for row, group, index, block in plan.new_blocks:
@@ -132,15 +132,27 @@ class Shadow:
         table[index:] = [block]
         self._rows_of[block] = {row: index}
 
-    def _restore(self, row: int, tables: list[list[int]]) -> None:
+    def _unsealed(self, plan: StepPlan) -> dict[int, Caches]:
+        """Returns the bytes of blocks that rows begin with and that are not sealed, out of the regions of rows that have them.
+
+        Beams that come back share what one of them has computed, and of blocks of the same tokens only the first is sealed.
+        """
+        tables = [(group, table) for write in plan.row_writes for group, table in enumerate(write.tables)]
+        blocks = {block: group for group, table in tables for block in table if block != NULL_BLOCK and block not in self._key_of}
+        return {block: self._bytes(group, *next(iter(self._rows_of[block].items()))) for block, group in blocks.items()}
+
+    def _bytes(self, group: int, row: int, index: int) -> Caches:
+        """Returns a copy of what a block of a row holds, for each layer of its group."""
+        return [{name: buffer[row, self._span(group, index)].clone() for name, buffer in cache.items()} for cache in self._caches(group)]
+
+    def _restore(self, row: int, tables: list[list[int]], shared: dict[int, Caches]) -> None:
         """Behind a window, where the cache has nothing for the row, its region becomes zero: what was there may be no number."""
         for group, table in enumerate(tables):
             for index, block in enumerate(table):
-                span = self._span(group, index)
-                archived = None if block == NULL_BLOCK else self._archive[self._key_of[block]]
+                held = None if block == NULL_BLOCK else shared[block] if block in shared else self._archive[self._key_of[block]]
                 for number, cache in enumerate(self._caches(group)):
                     for name, buffer in cache.items():
-                        buffer[row, span] = 0 if archived is None else archived[number][name]
+                        buffer[row, self._span(group, index)] = 0 if held is None else held[number][name]
 
     def _caches(self, group: int) -> Caches:
         return [self.regions.caches[layer] for layer in self._layers[group]]
@@ -169,7 +181,7 @@ class Shadow:
                 paged = buffer[blocks[first:]].flatten(0, 1)[: len(positions)]  # [positions, kv_heads, head_dim]
                 plain = self.regions.caches[layer][name][row, start : start + len(positions)]
                 if not same_bits(paged, plain):
-                    position = int(positions[int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])])
+                    position = int(positions[int((as_bits(paged) != as_bits(plain)).flatten(1).any(1).nonzero()[0])])
                     where = f"step {self.step}, layer {layer}, row {row}, {name} of position {position}"
                     block = f"block {int(tables[entry, position // span])}, offset {position % span}"
                     raise VerifyError(f"the caches differ: {where} ({block})")
@@ -298,7 +310,7 @@ class ShadowedProgram:
     def __init__(self, program: Program, watched: Callable[[Shape, bool], tuple[Tensor, Tensor] | None], shadow: Shadow) -> None:
         """`watched` computes a step under the shadow's eyes: what the program's `Forward` has as hidden states and logits.
 
-        It returns None where the program does: what goes to the next stage is compared on its way (`Twice`).
+        It returns None where the program does: what goes to the next stage is compared on its way (`worker/twice.py`).
         """
         self.vocab_size, self.nbytes = program.vocab_size, program.nbytes
         self.load, self.logits = program.load, program.logits
@@ -347,37 +359,6 @@ def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedPro
     return ShadowedProgram(program, watched, shadow)
 
 
-class Twice:
-    """A channel of a stage that computes every step twice: what came is there twice, what goes out has to be the same twice."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._kept: Tensor | None = None
-
-    def receive(self, x: Tensor) -> Tensor:
-        if self._kept is None:
-            self._kept = self._channel.receive(x).clone()
-            return x
-        x.copy_(self._kept)
-        self._kept = None
-        return x
-
-    def send(self, x: Tensor) -> None:
-        if self._kept is None:
-            self._kept = x.clone()
-            return
-        if not same_bits(x, self._kept):
-            raise VerifyError("the stream of a stage in one call differs from its layers one by one")
-        self._channel.send(x)
-        self._kept = None
-
-
-def computed_twice(place: Place) -> Place:
-    """Returns the place of a rank whose steps are proven."""
-    before, after = (None if channel is None else Twice(channel) for channel in (place.before, place.after))
-    return replace(place, before=before, after=after)
-
-
 def happened(event: Event, block: int, key: BlockKey | None, runner: ModelRunner, shadow: Shadow | None) -> None:
     """Takes in what happened to a block. One that is handed out is filled with NaN, so that what was in it cannot be read."""
     if shadow is not None:
@@ -388,12 +369,3 @@ def happened(event: Event, block: int, key: BlockKey | None, runner: ModelRunner
 
 def _held(tables: list[list[int]]) -> list[int]:
     return [block for table in tables for block in table if block != NULL_BLOCK]
-
-
-def _bits(values: Tensor) -> Tensor:
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    return values.contiguous().view(integers[values.itemsize])
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_bits(one), _bits(other))

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -142,9 +143,9 @@ def test_a_prefix_that_engines_die_over_one_after_the_other_is_released(
     async def main() -> None:
         async with engine_process(endless, "", Serving(max_restarts=9), **SHORT) as llm:
             await llm.pins.pin("one", PREFIX)
-            monkeypatch.setenv("OCTAVO_DEBUG", os.environ["OCTAVO_DEBUG"] + ",exit.sigkill=1")  # no engine survives its first step
-            kill(llm, 0)
-            await until(lambda: not llm.pins.list(), 20)
+            with patch.dict(os.environ, OCTAVO_DEBUG=os.environ["OCTAVO_DEBUG"] + ",exit.sigkill=1"):  # none survives its first step
+                kill(llm, 0)
+                await until(lambda: not llm.pins.list(), 20)
             await until(lambda: llm.state == "ready" and is_idle(llm) and llm.replicas[0].pins == {}, 20)
 
     run(main())

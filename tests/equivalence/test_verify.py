@@ -264,7 +264,7 @@ def test_the_command_exits_1_on_a_difference(folder: str, tmp_path: Path) -> Non
 
 
 def test_comparison_is_of_bits_not_values() -> None:
-    from octavo.worker.shadow import same_bits
+    from octavo.worker.twice import same_bits
 
     assert same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))

@@ -13,7 +13,8 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.shadow import Shadow, same_bits
+from octavo.worker.shadow import Shadow
+from octavo.worker.twice import same_bits
 from tests.support.batches import Pool
 from tests.support.models import tiny_model, to_gguf
 from tests.support.native import levels_here, running

@@ -1,0 +1,51 @@
+"""A stage of a pipeline whose steps are proven computes each of them twice: what goes to the next stage has to have the same bits."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.errors import VerifyError
+from octavo.layers.comm import Channel
+from octavo.worker.program import Place
+
+
+class Twice:
+    """A channel of a stage that computes every step twice: what came is there twice, what goes out has to be the same twice."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._kept: Tensor | None = None
+
+    def receive(self, x: Tensor) -> Tensor:
+        if self._kept is None:
+            self._kept = self._channel.receive(x).clone()
+            return x
+        x.copy_(self._kept)
+        self._kept = None
+        return x
+
+    def send(self, x: Tensor) -> None:
+        if self._kept is None:
+            self._kept = x.clone()
+            return
+        if not same_bits(x, self._kept):
+            raise VerifyError("the stream of a stage in one call differs from its layers one by one")
+        self._channel.send(x)
+        self._kept = None
+
+
+def computed_twice(place: Place) -> Place:
+    """Returns the place of a rank whose steps are proven."""
+    before, after = (None if channel is None else Twice(channel) for channel in (place.before, place.after))
+    return replace(place, before=before, after=after)
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """Returns the bits as whole numbers, so that NaN equals itself and -0 is not 0."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return values.contiguous().view(integers[values.itemsize])
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(as_bits(one), as_bits(other))
