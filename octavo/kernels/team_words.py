@@ -16,12 +16,9 @@ A step has room for so many teams and levels. What does not fit is read by each 
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.shared_keys import SharedKeys
-
-Words = NDArray[np.int32]
+from octavo.kernels.shared_keys import SharedKeys, Words
 
 OWN, LEVELS = range(2)  # of an entry
 ENTRY = 2  # words
@@ -58,7 +55,7 @@ def team_words(keys: SharedKeys, entries: int, rows: int, wanted: int = 1) -> tu
         pieces = max(min(most_pieces, (end - begin) // LEAST_PIECE), 1)
         teams = -(-size // rows) * pieces
         if alone != begin or level + pieces > MOST_LEVELS or count + teams > most_teams(entries):
-            continue  # so are nodes that begin where this one ends
+            continue  # its rows read these keys alone, and then all that follow
         of_entries[places] = end, level + pieces
         cuts = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
         for piece in range(pieces):

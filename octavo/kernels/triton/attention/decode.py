@@ -84,7 +84,6 @@ def decode(
     queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
     table = tables + row.to(tl.int64) * table_width
     slope = tl.load(slopes + head, mask=present, other=0.0) if SLOPED else 0.0
-
     depth = load_depth(shares, share) if WITH_LEVELS else 0
 
     largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
@@ -201,6 +200,7 @@ def with_levels(
     DIM_TILE: tl.constexpr,
     WITH_SINKS: tl.constexpr,
 ):
+    """(output, log-sum-exp in units of log2) of a row's own keys and of all its levels, with the sink"""
     dim = tl.arange(0, DIM_TILE)
     largest, total, mixed = log_sum, tl.full(log_sum.shape, 1.0, tl.float32), result
     for level in range(depth):

@@ -1,8 +1,8 @@
 """Rows that share keys read them in teams, before each reads the rest alone (`decode.py`). `kernels/team_words.py` has the drawing.
 
 A program takes a team and a KV head, and then another: the queries of all its rows meet each tile of keys once. What a row got is put
-down as one of its levels; the kernel of the rows merges them. There are as many programs as a GPU runs at once, whatever there is to do:
-most steps that have this kernel have no teams.
+down as one of its levels; the kernel of the rows merges them. The number of programs does not depend on the work: most steps that have
+this kernel have no teams.
 """
 
 import triton

@@ -22,7 +22,7 @@ class Tiles:
     queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
-    programs: int = 4  # decode, teams: that a multiprocessor runs at once
+    programs: int = 4  # decode: that a multiprocessor runs at once. Teams: that it is given; a third one waits until there is room
     shares: int = 2  # decode: that rows are cut into for each of these, at most
     grain: int = 16  # decode: tiles of a share; there is a second one where there are twice as many to read
     pdl: bool = True  # decode is launched while the kernel before still runs
