@@ -22,7 +22,7 @@ from typing import Any
 from octavo import __version__
 from octavo.bench.figures import Figure, Result
 from octavo.bench.workload import Ids, Workload
-from octavo.client.api import RemoteServer
+from octavo.client.api import RemoteServer, stream_body
 from octavo.errors import ConfigError, RemoteError
 from octavo.progress import GenerateProgress
 from octavo.worker.machine import cpu_model
@@ -103,32 +103,35 @@ async def probe(server: RemoteServer, model: str, highest_id: int) -> None:
 async def drive(server: RemoteServer, load: Load) -> tuple[float, list[Asked]]:
     """Sends all requests. Returns the seconds from the start to the end of the last one, and what the client saw of each."""
     asked = [Asked(due) for due in load.due]
+    # What is due at once is written before the clock starts: this client stands for many, and must not be slower than they are.
+    prompts = load.workload.requests
+    bodies = [b"" if due else _body(load.model, *prompt, load.temperature) for due, prompt in zip(load.due, prompts)]
     gate = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
     start = time.perf_counter()
 
-    async def send(request: Asked, ids: Ids, wanted: int) -> None:
+    async def send(request: Asked, ids: Ids, wanted: int, body: bytes) -> None:
         async with gate:
             request.sent = time.perf_counter() - start
-            await _ask(server, request, _body(load.model, ids, wanted, load.temperature), start)
+            await _ask(server, request, body or _body(load.model, ids, wanted, load.temperature), start)
 
     with GenerateProgress(len(asked), enabled=True) as progress:
         watch = asyncio.create_task(_watch(asked, progress))
         try:
             async with asyncio.TaskGroup() as group:
-                for request, (ids, wanted) in sorted(zip(asked, load.workload.requests, strict=True), key=lambda pair: pair[0].due):
+                for request, prompt, body in sorted(zip(asked, prompts, bodies, strict=True), key=lambda one: one[0].due):
                     await asyncio.sleep(max(0.0, start + request.due - time.perf_counter()))
-                    group.create_task(send(request, ids, wanted))
+                    group.create_task(send(request, *prompt, body))
         finally:
             watch.cancel()
     return max(request.ended for request in asked), asked
 
 
-def _body(model: str, ids: Ids, wanted: int, temperature: float) -> dict[str, object]:
-    options = {"include_usage": True}
-    return {"model": model, "prompt": ids, "max_tokens": wanted, "ignore_eos": True, "temperature": temperature, "stream_options": options}
+def _body(model: str, ids: Ids, wanted: int, temperature: float) -> bytes:
+    asked = {"model": model, "prompt": ids, "max_tokens": wanted, "ignore_eos": True, "temperature": temperature}
+    return stream_body(asked | {"stream_options": {"include_usage": True}})
 
 
-async def _ask(server: RemoteServer, request: Asked, body: dict[str, object], start: float) -> None:
+async def _ask(server: RemoteServer, request: Asked, body: bytes, start: float) -> None:
     def take(now: float, event: dict[str, Any]) -> None:
         for choice in event.get("choices") or ():
             request.ended = now - start

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.client.api import RemoteModel, RemoteServer
+from octavo.client.api import RemoteModel, RemoteServer, stream_body
 from octavo.errors import EngineError, OctavoError, RemoteError, RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.text.pieces import Piece
@@ -217,7 +217,7 @@ class RemoteAnswers:
 
         async def ask() -> None:
             try:
-                await self._server.stream("/v1/chat/completions", {**self._settings, "messages": messages}, take)
+                await self._server.stream("/v1/chat/completions", stream_body({**self._settings, "messages": messages}), take)
             finally:
                 came.put_nowait(None)
 

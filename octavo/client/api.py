@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,11 @@ class RemoteServer:
     async def post(self, path: str, body: dict[str, object]) -> Any:
         return await self._json("POST", path, body)
 
-    async def stream(self, path: str, body: dict[str, object], take: Callable[[float, dict[str, Any]], None]) -> None:
-        """Calls `take` with each event and the time it came, until [DONE]. An error is raised, whether it is a status or an event."""
+    async def stream(self, path: str, body: bytes, take: Callable[[float, dict[str, Any]], None]) -> None:
+        """Calls `take` with each event and the time it came, until [DONE]. An error is raised, whether it is a status or an event.
+
+        `body`: see `stream_body`
+        """
         lines, refusal, ended = EventLines(), bytearray(), False
 
         def sink(now: float, reply: Reply, new: bytes) -> None:
@@ -71,7 +74,7 @@ class RemoteServer:
                 except (TypeError, KeyError, AttributeError, ValueError) as error:  # the event does not have the fields it should have
                     raise self._no_api(path) from error
 
-        reply = await self._http.ask("POST", path, _dumped({**body, "stream": True}), sink)
+        reply = await self._http.ask("POST", path, body, sink)
         if reply.status != 200:
             raise self._failure(reply.status, _read(bytes(refusal)))
         if not ended:
@@ -138,6 +141,11 @@ class RemoteServer:
         help_ = "; give its key with --api-key or OCTAVO_API_KEY" if status == 401 else ""
         code = known.get("code")
         return RemoteError(f"{self.address} answers {status}: {said}{help_}", status, code if isinstance(code, str) else None)
+
+
+def stream_body(body: Mapping[str, object]) -> bytes:
+    """Returns a body as JSON, which asks for events."""
+    return _dumped({**body, "stream": True})
 
 
 def _dumped(body: dict[str, object]) -> bytes:

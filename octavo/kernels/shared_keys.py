@@ -14,6 +14,7 @@ when its table is new, and a step whose rows are those of the step before compar
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from platform import machine
 
 import numpy as np
@@ -53,7 +54,7 @@ GPU_COST = ReadCost(node=17000, row=40)
 NOTHING = SharedKeys(np.zeros((0, 4), np.int32), np.zeros(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AllShared:
     """The nodes of all cache groups, as the native library reads them."""
 
@@ -69,6 +70,11 @@ class AllShared:
             moved[:, FIRST] += place
         start = np.cumsum([0, *map(len, nodes)], dtype=np.int32)
         return AllShared(start, np.concatenate(nodes), np.concatenate([keys.rows for keys in groups]))
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the arrays begin. Whoever passes them on keeps this object."""
+        return self.start.ctypes.data, self.nodes.ctypes.data, self.rows.ctypes.data
 
 
 class RowOrder:

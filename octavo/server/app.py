@@ -19,8 +19,8 @@ from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
 
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
-    status.router, tokens.router, completions.router, chat.router, responses.router, prefixes.router, lesson.router, web.router,
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (  # a request is compared with one route after the other: the busiest come first
+    chat.router, completions.router, responses.router, tokens.router, status.router, prefixes.router, lesson.router, web.router,
 )  # fmt: skip
 
 

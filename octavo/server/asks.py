@@ -128,7 +128,7 @@ async def _encode_prompts(request: Request, server: Server, prompt: str | list[o
     limit = server.llm.facts.limits.max_model_len
 
     def encode_all(portion: Sequence[str | list[int]]) -> list[Encoded]:
-        return [server.llm.encoder.encode(one, limit) for one in portion]
+        return [(None, one) if isinstance(one, list) else server.llm.encoder.encode(one, limit) for one in portion]
 
     if sum(map(len, prompts)) <= SHORT_CHARS:
         return encode_all(prompts)
@@ -192,7 +192,7 @@ def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:
 
 
 def _as_ids(ids: object) -> list[int]:
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list) or set(map(type, ids)) - {int}:  # many times as fast as one by one
         raise RequestError("prompt must be a text, a list of token ids, or a list of such texts or lists", "prompt")
     if not ids:
         raise RequestError("the prompt is empty", "prompt")

@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import socket
+from functools import lru_cache
 
 from octavo.errors import ConfigError
 
@@ -31,6 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+@lru_cache(64)  # hosts come from clients, so that there may be many
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

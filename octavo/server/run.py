@@ -48,6 +48,7 @@ SWITCH_SECONDS = 0.0005  # how long a thread may keep the event loop waiting
 KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should close it first
 NUMBERS = 2**26  # far apart: the numbers of requests that API processes had before they were started again
 LAST_WORDS_SECONDS = 2  # answers have so long to end before their connections are reset
+NEW_OBJECTS = 20_000  # between two runs of the garbage collector; the 700 of Python are a few requests
 
 
 def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
@@ -164,6 +165,7 @@ class ApiProcess(uvicorn.Server):
         try:
             await self._server.llm.start()
             gc.freeze()  # what is here stays, and need not be looked at again
+            gc.set_threshold(NEW_OBJECTS)
             if milliseconds := debug_from_environment().loop_slow:
                 StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:

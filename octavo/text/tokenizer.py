@@ -161,8 +161,10 @@ class Tokenizer:
 
 def byte_level_bytes(token: str) -> bytes:
     """Returns the bytes that GPT-2's alphabet spells. A token with a character outside that alphabet stands for itself."""
-    values = [_BYTE_OF_CHAR.get(char) for char in token]
-    return token.encode() if None in values else bytes(value for value in values if value is not None)
+    try:
+        return token.translate(_BYTES_AS_LATIN).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 def _spoken(added: set[str]) -> frozenset[str]:
@@ -177,7 +179,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + order): byte for order, byte in enumerate(others)}
 
 
-_BYTE_OF_CHAR = _byte_alphabet()
+# For `str.translate`. Whatever is outside the alphabet becomes, or stays, a character that Latin-1 does not have.
+_BYTES_AS_LATIN = dict.fromkeys(range(256), "\uffff") | {ord(char): chr(byte) for char, byte in _byte_alphabet().items()}
 
 
 def _probe(backend: tokenizers.Tokenizer, tokens: list[str]) -> str | None:

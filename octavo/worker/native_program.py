@@ -6,6 +6,7 @@ the memory of steps. The interpreter's lock is released for the whole call.
 
 import ctypes
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any, cast
 
 import numpy as np
@@ -76,7 +77,8 @@ class NativeProgram:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
         self.sharing = StepSharing(table, self._spans, NATIVE_COST)
-        self.shared_keys = AllShared.of([NOTHING] * len(self._spans))  # that entries of the step read together
+        self._keys = [NOTHING] * len(self._spans)  # of each cache group, keys that entries of the step read together
+        self.shared_keys = AllShared.of(self._keys)
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
@@ -96,7 +98,9 @@ class NativeProgram:
     def load(self, plan: StepPlan) -> Shape:
         shape = Shape(len(plan.row), sum(plan.num_query))
         send(entries(plan, shape), self._memory.entries)
-        self.shared_keys = AllShared.of(self.sharing.of(plan))
+        keys = self.sharing.of(plan)
+        if any(map(is_not, keys, self._keys)):  # most steps share what the one before shared
+            self._keys, self.shared_keys = keys, AllShared.of(keys)
         return shape
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
@@ -251,7 +255,7 @@ class NativeProgram:
 
 
 def put_shared(described: Step, shared: AllShared) -> None:
-    described.shared_start, described.shared_nodes, described.shared_rows = map(address, (shared.start, shared.nodes, shared.rows))
+    described.shared_start, described.shared_nodes, described.shared_rows = shared.addresses
 
 
 def step_struct(step: StepTensors) -> Step:

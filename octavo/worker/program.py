@@ -9,6 +9,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -206,8 +207,9 @@ def entries(plan: StepPlan, shape: Shape) -> Words:
     count, size = len(plan.row), shape.entries
     words = np.zeros((4, part_words(size)), np.int32)
     query_start, row, start, samples = words
-    np.cumsum(plan.num_query, out=query_start[1 : count + 1])
-    query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
+    query_start[1 : count + 1] = list(accumulate(plan.num_query))
+    if size > count:
+        query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
     row[:count], row[count:] = plan.row, PADDING
     start[:count], samples[:count] = plan.start, plan.samples
     return words.ravel()

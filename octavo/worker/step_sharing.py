@@ -26,10 +26,10 @@ class StepSharing:
 
     def of(self, plan: StepPlan) -> Keys:
         """Returns the nodes of each cache group, of entries that have one token."""
+        if plan.num_query.count(1) < 2:
+            return [NOTHING] * len(self._reads)
         rows, counts = np.array(plan.row, np.int32), np.array(plan.num_query, np.int32)
         (single,) = (counts == 1).nonzero()
-        if len(single) < 2:
-            return [NOTHING] * len(self._reads)
         rows, context = rows[single], np.array(plan.start, np.int32)[single] + 1
         found = [reads.nodes(rows, context, count) for reads, count in zip(self._reads, self._changes.count)]
         if len(single) == len(counts):

@@ -63,7 +63,7 @@ def test_steps_that_compute_for_longer_than_they_take_to_launch_are_not_padded()
 
 # promise: llm-gpu-memory
 def test_graphs_are_counted_and_eager_steps_have_none() -> None:
-    """462 MiB were measured on an H200, before there were graphs of rows that read in teams."""
+    """508 MiB were measured on an H200."""
     captured, eager = plan(), plan(enforce_eager=True)
     assert captured.use.graphs == pytest.approx(529 * MIB, rel=0.05) and eager.use.graphs == 0
     assert captured.geometry.num_blocks < eager.geometry.num_blocks

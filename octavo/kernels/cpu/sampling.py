@@ -6,7 +6,6 @@ them the result where two scores, or a mass and a cut, are closer than that.
 
 import ctypes
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +21,8 @@ class NativeSampling:
 
     def sample(self, logits: Tensor, best: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
         """One id a row, [S] int64, with no filter: `best`, the argmax, at temperature 0, else drawn. noise: [S, 4]; positions: [S]"""
-        temperatures = temperature.numpy()
-        if temperatures.any():
-            (warm,) = np.nonzero(temperatures)
+        (warm,) = temperature.numpy().nonzero()
+        if len(warm):
             index, off = torch.from_numpy(warm), torch.zeros(len(warm))
             draws = Draws(temperature[index], torch.zeros(len(warm), dtype=torch.int64), off + 1, off, noise[index], positions[index])
             best[index] = self.draw(logits if len(warm) == len(logits) else logits[index], draws)
