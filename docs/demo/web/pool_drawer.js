@@ -32,7 +32,8 @@ export class Drawer {
     parts.drawer.append(make("div", { class: "drawer-head" }, this.#heading, this.#closer), this.#body);
     document.addEventListener("keydown", (event) => {
       const busy = event.defaultPrevented || document.querySelector("dialog[open]");
-      if (event.key === "Escape" && !busy && !parts.drawer.hidden) this.close();
+      const isSelected = Object.keys(view.selection.get()).length > 0; // it opens with the next drawing, and Escape may come before
+      if (event.key === "Escape" && !busy && isSelected) this.close();
     });
   }
 
