@@ -68,18 +68,20 @@ class _Told:
     state: str
     tokens: int
     computed: int
+    cached: int  # of its request, so that it may change with another sample
     preemptions: int
     tables: list[list[int]]
 
     @staticmethod
     def of(seq: Sequence) -> "_Told":
-        return _Told(seq, seq.status.value, seq.num_tokens, seq.num_computed, seq.preemptions, [table.copy() for table in seq.tables])
+        cached, tables = seq.request.life.cached_tokens, [table.copy() for table in seq.tables]
+        return _Told(seq, seq.status.value, seq.num_tokens, seq.num_computed, cached, seq.preemptions, tables)
 
     def holds(self) -> bool:
         seq = self.seq
         return (
             self.computed == seq.num_computed and self.tokens == seq.num_tokens and self.state == seq.status.value
-            and self.preemptions == seq.preemptions and self.tables == seq.tables
+            and self.cached == seq.request.life.cached_tokens and self.preemptions == seq.preemptions and self.tables == seq.tables
         )  # fmt: skip
 
     def same_entries(self, seq: Sequence, group: int) -> int:

@@ -52,7 +52,8 @@ class WatchedMachine(EngineMachine):
         self.readers["always"] = Reader(self.view, "always", self.engine.scheduler)
 
     def _remove(self, seq: Sequence, reason: Ending) -> None:
-        keys = [self.engine.pool.key_of[block] for block in seq.tables[0]]
+        full = seq.num_sealed // self.engine.kv.groups[0].links  # a sequence that was cut may have a sealed block behind these
+        keys = [self.engine.pool.key_of[block] if at < full else None for at, block in enumerate(seq.tables[0])]
         self.ends[seq.seq_id] = row_of(seq), reason, ["" if key is None else key[1][:8].hex() for key in keys]
         self._let_go(seq, reason)
 
