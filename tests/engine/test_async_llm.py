@@ -407,7 +407,7 @@ def test_news_wait_while_requests_keep_coming_but_not_for_long(endless: str, mon
             while time.monotonic() < start + 0.3:
                 others.append(asyncio.create_task(tokens(llm, ask([2], 1))))
                 await asyncio.sleep(0)  # it is sent
-            assert 2 <= len(looks) < 50  # it would be hundreds
+            assert 1 <= len(looks) < 50  # one after 50 ms at least; without waiting it would be hundreds
             assert len(await stream) == 400 and all(await asyncio.gather(*others))
 
     run(main())
