@@ -144,7 +144,7 @@ class RemoteServer:
 
 
 def stream_body(body: Mapping[str, object]) -> bytes:
-    """Returns a body as JSON, which asks for events."""
+    """Returns the body as JSON. It asks the server for events."""
     return _dumped({**body, "stream": True})
 
 

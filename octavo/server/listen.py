@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-@lru_cache(64)  # hosts come from clients, so that there may be many
+@lru_cache(64)  # few are kept: a client may send any host
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
