@@ -93,6 +93,7 @@ def verified_lines(results: "Sequence[Verified]") -> list[list[str]]:
         ("rows compared (all layers)", [r.compared.rows for r in results]),
         ("cache values, bit for bit", [r.compared.cache_values for r in results]),
         ("attention outputs, bit for bit", [r.compared.output_values for r in results]),
+        ("rows that read keys together", [r.compared.together for r in results]),
         ("prompt tokens from the cache", [r.cached_tokens for r in results]),
         ("preemptions", [r.preemptions for r in results]),
         ("sequences forked", [r.compared.forks for r in results]),

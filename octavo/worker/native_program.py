@@ -77,8 +77,8 @@ class NativeProgram:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
         self.sharing = StepSharing(table, self._spans, NATIVE_COST)
-        self._keys = [NOTHING] * len(self._spans)  # of each cache group, keys that entries of the step read together
-        self.shared_keys = AllShared.of(self._keys)
+        self.keys = [NOTHING] * len(self._spans)  # of each cache group, keys that entries of the step read together
+        self.shared_keys = AllShared.of(self.keys)
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
@@ -99,8 +99,8 @@ class NativeProgram:
         shape = Shape(len(plan.row), sum(plan.num_query))
         send(entries(plan, shape), self._memory.entries)
         keys = self.sharing.of(plan)
-        if any(map(is_not, keys, self._keys)):  # most steps share what the one before shared
-            self._keys, self.shared_keys = keys, AllShared.of(keys)
+        if any(map(is_not, keys, self.keys)):  # most steps share what the one before shared
+            self.keys, self.shared_keys = keys, AllShared.of(keys)
         return shape
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:

@@ -119,7 +119,7 @@ class Eager:
         self.teams = _teams(model, backend, len(self._spans), most_rows)
         cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
         self.sharing = None if cost is None else StepSharing(table, self._spans, cost)
-        self._shared: Keys = [NOTHING] * len(self._spans)
+        self.shared: Keys = [NOTHING] * len(self._spans)
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
@@ -136,14 +136,14 @@ class Eager:
         """Finds the keys that entries of a step read together. Returns whether they do so in teams."""
         if self.sharing is None:
             return False
-        self._shared = self.sharing.of(plan)
-        return self.teams is not None and any(len(keys.nodes) for keys in self._shared)
+        self.shared = self.sharing.of(plan)
+        return self.teams is not None and any(len(keys.nodes) for keys in self.shared)
 
     def put(self, plan: StepPlan, shape: Shape) -> Shape:
         """Sends the entries of a step to where the rows lie, padded to a shape."""
         send(entries(plan, shape), self.memory.entries)
         if self.teams is not None and shape.in_teams:
-            self.teams.send(self._shared, shape.entries)
+            self.teams.send(self.shared, shape.entries)
         return shape
 
     def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward | None:
@@ -196,7 +196,7 @@ class Eager:
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
             context_len=step.context_len, tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
             caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
-            shared=self._shared[group], teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
+            shared=self.shared[group], teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
         )  # fmt: skip
         batch.attention = self._backend.prepare(batch)
         return batch

@@ -41,6 +41,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Forward, Program, Shape
+from octavo.worker.step_sharing import rows_together
 from octavo.worker.twice import as_bits, same_bits
 
 Backend = type[AttentionBackend]
@@ -56,6 +57,7 @@ class Compared:
     output_values: int = 0
     copies: int = 0
     forks: int = 0
+    together: int = 0  # rows of decode steps that read keys with others
 
     @property
     def values(self) -> int:
@@ -333,6 +335,8 @@ def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> Sh
     program.sharing.share_all()
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
+        if shape.decodes:
+            shadow.compared.together += rows_together(program.keys)
         step = program.prepared(shape)
         if program.place.after is None:
             return layers.compute(step)
@@ -346,8 +350,11 @@ def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedPro
     """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
     if eager.sharing is not None:
         eager.sharing.share_all()
+    all_share = eager.teams is None and eager.place.context.size == 1  # on a device only steps in teams do
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
+        if shape.decodes and (all_share or shape.in_teams):
+            shadow.compared.together += rows_together(eager.shared)
         shadow.watches = True
         found = eager.compute(shape, whole) if eager.place.after is None else eager.run(shape, whole)
         shadow.watches = False

@@ -37,6 +37,11 @@ class StepSharing:
         return [SharedKeys(keys.nodes, single[keys.rows].astype(np.int32)) if len(keys.nodes) else NOTHING for keys in found]
 
 
+def rows_together(keys: Keys) -> int:
+    """Returns how many entries of a step read keys with others."""
+    return len(np.unique(np.concatenate([shared.rows for shared in keys])))
+
+
 class StepTeams:
     """The same in the memory of a device, for each cache group, at fixed addresses (`kernels/team_words.py`)."""
 
