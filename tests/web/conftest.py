@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real `octavo serve`, with a story model that nothing ends but its length."""
     folder = story_folder(tmp_path_factory.mktemp("web") / "stories", end_ids=[])
     flags = ("--model", str(folder), "--served-model-name", "stories", "--max-model-len", "512", "--block-size", "4")
-    with ServerProcess("octavo serve", *flags) as process:
+    with ServerProcess("octavo serve", *flags, "--num-gpu-blocks-override", "5000") as process:  # not the million that there is room for
         yield address(process)
 
 
