@@ -99,7 +99,7 @@ def test_the_text_part_of_a_model_of_images_is_found_under_its_prefixes(tmp_path
     assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in outputs]
 
 
-@pytest.mark.parametrize("name", ["phi3, window", "gemma3", "granite", "smollm3"])
+@pytest.mark.parametrize("name", ["gemma3", "granite", *(pytest.param(one, marks=pytest.mark.soak) for one in ("phi3, window", "smollm3"))])
 def test_ranks_that_share_a_family_give_its_text(name: str, tmp_path: Path) -> None:
     tiny = FAMILIES[name]
     folder = family_model(tmp_path / "model", tiny, seed=14)

@@ -68,6 +68,10 @@ class Module:
         return ast.parse(self.source)
 
     @cached_property
+    def _walked(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def package(self) -> tuple[str, ...]:
         """The package relative imports start from: ("octavo", "policy") for octavo/policy/request.py."""
         return PurePosixPath(self.path).parent.parts
@@ -79,7 +83,7 @@ class Module:
         return "octavo" if part == "__init__" else part
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        return (node for node in self._walked if isinstance(node, kinds))
 
     def imports(self) -> Iterator[tuple[str, str, int]]:
         """(name it gets here, full dotted name, line) of everything imported, wherever it stands."""
