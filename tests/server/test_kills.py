@@ -150,7 +150,7 @@ def test_sigterm_while_it_starts_ends_it_with_nothing_left(endless: str, after: 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_api_process_that_dies_or_stops_is_started_again(endless: str, how: signal.Signals, tmp_path: Path) -> None:
     """Also where somebody has removed the temporary folder by whose name it finds the engine."""
-    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env={**SLOW, "TMPDIR": str(tmp_path)}) as server:
+    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env={**SLOW, "TMPDIR": str(tmp_path)}, forks=False) as server:
         (sibling,) = family(server.process.pid) - {server.process.pid, _engine(server)}
         _wait_for_a_second_answerer(server)
         (folder,) = tmp_path.iterdir()

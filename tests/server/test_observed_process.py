@@ -21,7 +21,7 @@ def engine_of(pid: int) -> int:
 
 # promise: metrics, metrics-prefix-vllm, several-api-processes, log-lines-json
 def test_two_processes_tell_one_story_of_an_engine_and_its_successor(tmp_path: Path) -> None:
-    with ServerProcess("octavo serve", *FLAGS, env={"OCTAVO_DEBUG": "runner=fake,forward.raise@26"}, cwd=tmp_path) as server:
+    with ServerProcess("octavo serve", *FLAGS, env={"OCTAVO_DEBUG": "runner=fake,forward.raise@26"}, cwd=tmp_path, forks=False) as server:
         body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True}
         for number in range(8):
             assert server.ask("POST", "/v1/completions", body, x_request_id=f"mine-{number}").status == 200

@@ -56,7 +56,7 @@ def streamed(reply: Reply | None) -> str:
 # promise: data-parallel-size
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_no_client_notices_that_engines_die_and_all_are_told_apart(endless: str, processes: str) -> None:
-    with ServerProcess("octavo serve", endless, *FLAGS, "--api-processes", processes, env=FAKE) as server:
+    with ServerProcess("octavo serve", endless, *FLAGS, "--api-processes", processes, env=FAKE, forks=False) as server:
         wait_for(lambda: ready(server) == (3, 3), 20)
         quiet = asyncio.run(while_streaming(server, 12, 60, lambda: asyncio.sleep(0)))
         pids = engines(server)

@@ -142,7 +142,7 @@ def test_it_listens_on_this_machine_alone_unless_told_otherwise(tmp_path: Path) 
 
 # promise: api-processes
 def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> None:
-    with ServerProcess("octavo serve", "--api-processes", "2", "--api-key", "sk-secret", env=NO_WEIGHTS) as server:
+    with ServerProcess("octavo serve", "--api-processes", "2", "--api-key", "sk-secret", env=NO_WEIGHTS, forks=False) as server:
         deadline, pids = time.monotonic() + SECONDS, family(server.process.pid)
         while server.stderr.count("unheard_of") < 2 and time.monotonic() < deadline:  # each process warns once
             assert server.ask("POST", "/tokenize", {"prompt": "a", "unheard_of": 1}, authorization="Bearer sk-secret").status == 200
@@ -153,7 +153,7 @@ def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> N
 
 
 def test_an_engine_that_stays_dead_is_told_in_one_line_with_a_code() -> None:
-    with ServerProcess("octavo serve", "--max-restarts", "0", env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"}) as server:
+    with ServerProcess("octavo serve", "--max-restarts", "0", env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"}, forks=False) as server:
         (engine,) = family(server.process.pid) - {server.process.pid}
         os.kill(engine, signal.SIGKILL)
         assert server.ended(10) == 1

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -33,20 +33,17 @@ SERVER = (
     *("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "numpy", "tokenizers", "jinja2", "msgspec", "zmq", "prometheus_client"),
     *("llguidance", "anyio", "starlette.responses", "fastapi.responses"),
 )
+SERVER_AND_ENGINE = (*SERVER, *ENGINE)  # engines of such a server are forked, too
 HIGH = 500  # descriptors from here on are nobody's
 MOST_BYTES = 1 << 17
 _starting = threading.Lock()
 
 
 class Nursery:
-    """The process that is forked; it ends with this one."""
+    """A process that is forked, a child of this one; it ends with it."""
 
-    def __init__(self, libraries: tuple[str, ...]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", __file__, str(theirs.fileno()), *libraries]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
-        theirs.close()
+    def __init__(self, asks: socket.socket) -> None:
+        self._socket = asks
 
     def start(self, request: dict[str, Any], fds: list[int]) -> int:
         """The pid of a child of ours: whoever forked it has ended, so it falls to this process, while it asks for such."""
@@ -62,22 +59,33 @@ class Nursery:
 
 @cache
 def nursery(libraries: tuple[str, ...]) -> Nursery:
-    return Nursery(libraries)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", __file__, str(theirs.fileno()), *libraries]
+    subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+    theirs.close()
+    return Nursery(ours)
 
 
-def forked(command: list[str], libraries: tuple[str, ...] = ENGINE, **settings: Any) -> "subprocess.Popen[Any]":
-    """`subprocess.Popen` with these settings. What Python itself is told by its environment wants a process of its own."""
+def forked(
+    command: list[str], libraries: tuple[str, ...] = ENGINE, place: Nursery | None = None, **settings: Any
+) -> "subprocess.Popen[Any]":
+    """`subprocess.Popen` with these settings. What Python itself is told by its environment wants a process of its own.
+
+    `place`: what is forked, if it is not a process of this one that has imported these libraries
+    """
     env = settings.get("env", os.environ)
     told = {name for name, value in env.items() if name.startswith("PYTHON") and value != os.environ.get(name)}
     if command[0] != sys.executable or told - {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}:
         return subprocess.Popen(command, **settings)
-    return _Forked(command, libraries, **settings)
+    return _Forked(command, place or nursery(libraries), libraries == SERVER_AND_ENGINE, **settings)
 
 
 class ForkingSubprocess:
     """In the place of `subprocess`, in a module that starts children of Python."""
 
-    Popen = staticmethod(forked)
+    def __init__(self, place: Nursery | None = None) -> None:
+        self.Popen = partial(forked, place=place)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -96,9 +104,9 @@ def run_forked(command: list[str], input: Any, timeout: float, **settings: Any) 
 
 
 class _Forked(subprocess.Popen):  # type: ignore[type-arg]
-    def __init__(self, command: list[str], libraries: tuple[str, ...], **settings: Any) -> None:
+    def __init__(self, command: list[str], place: Nursery, forks_engines: bool, **settings: Any) -> None:
         assert settings.keys() <= {"cwd", "env", "stdin", "stdout", "stderr", "text", "pass_fds", "bufsize", "process_group"}, settings
-        self._nursery = nursery(libraries)
+        self._nursery, self._forks_engines = place, forks_engines
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any) -> None:
@@ -106,7 +114,7 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         given = {0: p2cread, 1: c2pwrite, 2: errwrite, **{fd: fd for fd in pass_fds}}
         given = {target: target if fd == -1 else fd for target, fd in given.items()}
         request = {"words": args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env), "fds": list(given)}
-        request |= {"parent": os.getpid(), "leads": rest[-1] == 0}
+        request |= {"parent": os.getpid(), "leads": rest[-1] == 0, "forks_engines": self._forks_engines}
         self.pid = self._nursery.start(request, list(given.values()))
         self._child_created = True
         pipes = {(p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)}  # its end, our end; a file that was given has none
@@ -136,6 +144,9 @@ def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
     first, *words = request["words"][is_safe:]
     here = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(first))
     sys.path[:0] = [*([] if is_safe else [here]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if request["forks_engines"]:
+        engines = _fork_here()
+        importlib.import_module("octavo.engine.supervisor").subprocess = ForkingSubprocess(engines)  # type: ignore[attr-defined]
     if first == "-m":
         sys.argv = list(words)
         return lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True) and None
@@ -144,6 +155,23 @@ def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
         return _Text(words[0]).run
     sys.argv = [first, *words]
     return lambda: runpy.run_path(first, run_name="__main__") and None
+
+
+def _fork_here() -> Nursery:
+    """A copy of this process as it is now, to be forked."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        return Nursery(ours)
+    ours.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):  # whoever reads what this process writes is not to wait for its copy
+        os.dup2(null, fd)
+    program = _serve(theirs)
+    if program is None:
+        os._exit(0)
+    program()
+    sys.exit()
 
 
 class _Text(InspectLoader):

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
 from tests.support.fair_clock import FairClock
-from tests.support.forked import SERVER, forked
+from tests.support.forked import SERVER, SERVER_AND_ENGINE, forked
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
 STAND_IN = "tests.support.watched_server --stand-in"  # a server without an engine
@@ -50,13 +50,17 @@ class ServerProcess:
     def __init__(
         self, module: str, *flags: str, env: dict[str, str] | None = None, cwd: Path = ROOT, watch: str = WATCH, forks: bool = True
     ) -> None:
-        """`watch`: what is added to OCTAVO_DEBUG. `forks`: see tests/support/forked.py. Neither where the server is to be measured."""
+        """`watch`: what is added to OCTAVO_DEBUG. `forks`: see tests/support/forked.py. Neither where the server is to be measured.
+
+        Where its processes are counted, or known by their commands, they are not forked either.
+        """
         command = [sys.executable, "-m", *module.split(), "--port", "0", *flags]
         given = environment(env or {})
         if switches := ",".join(filter(None, (given.get("OCTAVO_DEBUG"), watch))):
             given["OCTAVO_DEBUG"] = switches
         settings: dict[str, Any] = {"cwd": cwd, "env": given, "stderr": subprocess.PIPE, "text": True}
-        self.process = forked(command, SERVER, **settings) if forks and watch else subprocess.Popen(command, **settings)
+        libraries = SERVER if module == STAND_IN else SERVER_AND_ENGINE
+        self.process = forked(command, libraries, **settings) if forks and watch else subprocess.Popen(command, **settings)
         self.stderr = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
