@@ -29,7 +29,7 @@ from octavo.worker.facts import Facts, settle
 from octavo.worker.shadow import Compared, Shadow, happened
 
 BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
-NUM_ROWS = 12  # on a GPU more than 8 of them read keys together
+NUM_ROWS = 12  # on a GPU rows read keys together in steps of more than 8
 PREEMPT_EVERY = 7  # steps: whoever came last is preempted, so that beams are among them
 SAMPLES = (1, 3, None, 2, 1)  # of a request and those after it, in turn; None: beams
 HAPPENINGS = ("tokens computed", "prefix hits", "forks", "copies on write", "preemptions", "evictions")

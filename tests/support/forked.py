@@ -42,8 +42,9 @@ _starting = threading.Lock()
 class Nursery:
     """A process that is forked, a child of this one; it ends with it."""
 
-    def __init__(self, asks: socket.socket) -> None:
-        self._socket = asks
+    def __init__(self, asks: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        """`process`: it, if it is not a copy of this one; kept, for Python warns of one that nobody waits for"""
+        self._socket, self._process = asks, process
 
     def start(self, request: dict[str, Any], fds: list[int]) -> int:
         """The pid of a child of ours: whoever forked it has ended, so it falls to this process, while it asks for such."""
@@ -62,9 +63,9 @@ def nursery(libraries: tuple[str, ...]) -> Nursery:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", __file__, str(theirs.fileno()), *libraries]
-    subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
     theirs.close()
-    return Nursery(ours)
+    return Nursery(ours, process)
 
 
 def forked(
