@@ -78,7 +78,7 @@ static void set_level(int level) {
     for (int i = 0; i <= level_; i++) LEVELS[i].fill(kernels_);
 }
 
-static void choose_level() {
+void choose_level() {
     if (level_ < 0) set_level(NUM_LEVELS - 1);
 }
 
@@ -99,25 +99,47 @@ extern "C" {
 
 const char *octavo_level_name(int level) { return level >= 0 && level < NUM_LEVELS ? LEVELS[level].name : nullptr; }
 int octavo_cpu_level(void) { return highest_level(); }
-void octavo_set_level(int level) { set_level(level); }
+void octavo_set_level(int level) {
+    Turn turn;
+    set_level(level);
+}
 int octavo_level(void) {
+    Turn turn;
     choose_level();
     return level_;
 }
-void octavo_set_threads(int threads) { pool().resize(std::max(1, threads)); }
-int octavo_threads(void) { return pool().threads(); }
+void octavo_set_threads(int threads) {
+    Turn turn;
+    pool().resize(std::max(1, threads));
+}
+int octavo_threads(void) {
+    Turn turn;
+    return pool().threads();
+}
 
-int octavo_step(const Model *model, const Step *step) { return run_step(*model, *step); }
+int octavo_step(const Model *model, const Step *step) {
+    Turn turn;
+    return run_step(*model, *step);
+}
 void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
+    Turn turn;
     multiply_all(*matrix, x, y, rows, tokens);
 }
 void octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens) {
+    Turn turn;
     gate_up_all(*matrix, activation, x, y, rows, tokens);
 }
-void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens) { mix_all(*mixture, activation, x, y, tokens); }
-void octavo_cap_logits(const Model *model, float *logits, int64_t count) { cap_all(*model, logits, count); }
+void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens) {
+    Turn turn;
+    mix_all(*mixture, activation, x, y, tokens);
+}
+void octavo_cap_logits(const Model *model, float *logits, int64_t count) {
+    Turn turn;
+    cap_all(*model, logits, count);
+}
 
 void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size) {
+    Turn turn;
     together([&](int thread) {
         Range mine = share(rows, thread, pool().threads());
         for (int64_t row = mine.begin; row < mine.end; row++)
@@ -126,11 +148,15 @@ void octavo_add_rms_norm(float *stream, const float *x, const float *weight, flo
 }
 
 void octavo_write(const Model *model, int layer, const Step *step, float *qkv) {
+    Turn turn;
     together([&](int thread) {
         Range mine = share(step->num_tokens, thread, pool().threads());
         for (int64_t token = mine.begin; token < mine.end; token++) kernels_.write(*model, model->layers[layer], *step, qkv, token);
     });
 }
 
-void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out) { attend_all(*model, layer, *step, qkv, out); }
+void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out) {
+    Turn turn;
+    attend_all(*model, layer, *step, qkv, out);
+}
 }

@@ -7,6 +7,7 @@
 namespace octavo {
 
 const Kernels &kernels();
+void choose_level();                                  // the highest one, if nobody has chosen
 void together(const std::function<void(int)> &body);  // on every thread of the pool, tiles set up
 void *scratch(int thread);
 void make_scratch(int threads);

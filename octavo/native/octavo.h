@@ -163,6 +163,8 @@ typedef struct {
 
 #pragma GCC visibility push(default)  // all else in the library is hidden
 
+// Callers on several threads take turns: one call runs at a time.
+
 // Levels are numbered from 0, the portable one, each with all instructions of those below. Their names differ by architecture.
 const char *octavo_level_name(int level);    // null past the last one of this architecture
 int octavo_cpu_level(void);                  // the highest level this machine runs

@@ -283,6 +283,7 @@ using namespace octavo;
 extern "C" {
 
 void octavo_pack_float(Matrix *matrix, const float *weights) {
+    Turn turn;
     together([&](int thread) {
         Range mine = share(panels(matrix->n), thread, pool().threads());
         for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_float(*matrix, weights, panel);
@@ -290,6 +291,7 @@ void octavo_pack_float(Matrix *matrix, const float *weights) {
 }
 
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows) {
+    Turn turn;
     matrix->top = largest_of([&](int thread) {
         float top = 0;
         Range mine = share(panels(matrix->n), thread, pool().threads());
@@ -302,6 +304,7 @@ void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *sca
 }
 
 void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_t *codes, float *scale, float *offset) {
+    Turn turn;
     const BlockKind &one = BLOCK_KINDS[kind];
     together([&](int thread) {
         Range mine = share(count, thread, pool().threads());
@@ -310,6 +313,7 @@ void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_
 }
 
 void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *halves) {
+    Turn turn;
     together([&](int thread) {
         Range mine = share(count, thread, pool().threads());
         for (int64_t i = mine.begin; i < mine.end; i++) halves[i] = float_to_f16(numbers[i] / factor);
@@ -318,6 +322,7 @@ void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *
 
 // The largest |scale| or |offset| of some blocks, infinity if one is no number.
 float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
+    Turn turn;
     const BlockKind &one = BLOCK_KINDS[kind];
     return largest_of([&](int thread) {
         float scale[16], offset[16], largest = 0;
@@ -336,6 +341,7 @@ float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
 }
 
 void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows) {
+    Turn turn;
     const Blocks blocks{tensors, sizes, kinds};
     matrix->top = largest_of([&](int thread) {
         float top = 0;
@@ -351,6 +357,7 @@ void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int
 }
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats) {
+    Turn turn;
     const BlockKind &one = BLOCK_KINDS[kind];
     const int64_t bytes = one.codes * (to == OCTAVO_F32 ? 4 : 2);
     together([&](int thread) {

@@ -5,6 +5,7 @@
 #pragma once
 #include <atomic>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -35,6 +36,13 @@ private:
 };
 
 Pool &pool();
+
+// A caller's turn. The level, the threads and the memory between calls are there once in a process, so callers take turns: each function of
+// the C ABI that uses them holds one. Ranks meet inside of it, for each of them is a process.
+class Turn {
+    std::lock_guard<std::mutex> held_{one_at_a_time_};
+    static inline std::mutex one_at_a_time_;
+};
 
 // The part of [0, count) that is `thread`'s, in whole multiples of `unit`.
 struct Range {

@@ -12,7 +12,7 @@ static std::vector<uint32_t> memory_;  // of each thread, kept from call to call
 template <class Work> static void each_row(int64_t rows, int64_t vocab, Work work) {
     size_t size = size_t(row_words(vocab)), wanted = size * size_t(pool().threads());
     if (memory_.size() < wanted) memory_ = std::vector<uint32_t>(wanted);
-    octavo_level();  // chosen, if nobody has
+    choose_level();
     if (rows == 1) return work(0, memory_.data());  // not worth waking anybody
     std::atomic<int64_t> next{0};
     together([&](int thread) {
@@ -27,15 +27,18 @@ using namespace octavo;
 extern "C" {
 
 void octavo_draw(const Draws *draws) {
+    Turn turn;
     each_row(draws->rows, draws->vocab, [&](int64_t row, uint32_t *memory) { kernels().draw(*draws, row, memory); });
 }
 
 void octavo_rank(const Ranking *ranking) {
+    Turn turn;
     each_row(ranking->rows, ranking->vocab, [&](int64_t row, uint32_t *memory) { kernels().rank(*ranking, row, memory); });
 }
 
 void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count) {
-    octavo_level();
+    Turn turn;
+    choose_level();
     kernels().uniform(noise, position, numbers, count);
 }
 }

@@ -93,6 +93,25 @@ def test_calls_from_many_threads_give_the_texts_that_each_gives_alone(stories: s
         assert_idle(llm)
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_two_in_threads_of_one_process_give_the_texts_that_each_gives_alone(
+    stories: str, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native library has its threads and its memory once in a process."""
+    monkeypatch.setattr("octavo.worker.facts.num_threads", lambda: cores)
+    prompts = [" ".join(PROMPTS[i:]) for i in range(len(PROMPTS))]
+    with opened(stories) as one, opened(stories) as other:
+        alone = [generated(one, prompt) for prompt in prompts]
+
+        def all_of(llm: LLM) -> list[list[str]]:
+            return [generated(llm, prompt) for prompt in prompts for _ in range(3)]
+
+        threads = [InThread(partial(all_of, llm)) for llm in (one, other)]
+        for thread in threads:
+            assert thread.join().error is None
+            assert thread.result == [text for text in alone for _ in range(3)]
+
+
 def test_a_short_call_does_not_wait_for_the_long_one_of_another_thread(llm: LLM) -> None:
     long = InThread(lambda: llm.generate(["Once upon a time"] * 4, [LONG] * 4, use_tqdm=False))
     while llm.stats().running == 0:

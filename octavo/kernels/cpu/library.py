@@ -3,7 +3,7 @@
     find_library()    the one of this package, or why there is none: not built, not loadable here, or of another build
 
 The library holds no handle: its level, its threads and its memory between calls belong to the process. So it serves one
-caller at a time, and a forked child must not call it (threads do not survive a fork).
+caller at a time: threads that call it take turns. A forked child must not call it (threads do not survive a fork).
 """
 
 import ctypes

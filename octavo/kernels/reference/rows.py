@@ -96,6 +96,8 @@ def _bad_entries(states: Tensor, hidden: Tensor, starts: NDArray[np.int32]) -> s
 def _not_finite(states: Tensor) -> NDArray[np.int64]:
     """Returns which of the states have a number that is not finite."""
     # As it nearly always is. A dot product would be faster, but threads of numpy's BLAS take a core for some time after it.
-    if isfinite(np.add.reduce(states.numpy(), axis=None) if states.dtype == torch.float32 else states.sum()):
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum that is not finite is looked into below
+        total = np.add.reduce(states.numpy(), axis=None) if states.dtype == torch.float32 else states.sum()
+    if isfinite(total):
         return np.zeros(0, np.int64)
     return np.flatnonzero(~states.isfinite().all(dim=1).numpy())
