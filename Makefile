@@ -60,10 +60,12 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint ## the whole CPU suite, lint first (WORKERS=3)
+test: setup ## ruff, then the whole CPU suite, mypy in it (WORKERS=3)
+	$(BIN)/ruff check .
 	$(PYTEST)
 
-check: lint ## the fast checks: lint, house rules, policy
+check: setup ## the fast checks: ruff, mypy, house rules, policy
+	$(BIN)/ruff check .
 	$(PYTEST) tests/house tests/policy
 
 sanitize: setup ## the native library's tests, with every access and operation checked

@@ -25,7 +25,8 @@ for setting in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     os.environ.pop(setting, None)
 
 LONGEST = (
-    *("tests/kernels/test_triton.py", "tests/web/test_chat_page.py", "tests/server/test_bad_inputs.py", "tests/ray/"),
+    *("tests/house/test_types.py", "tests/kernels/test_triton.py", "tests/web/test_chat_page.py", "tests/server/test_bad_inputs.py"),
+    "tests/ray/",
     *("tests/engine/test_memory.py", "tests/worker/test_ranks.py", "tests/faults/", "tests/equivalence/", "tests/engine/test_native.py"),
     *("tests/loading/test_hostile.py", "tests/docs/test_documents.py", "tests/native/test_attention.py", "tests/web/", "tests/gpu/"),
     *("tests/bench/", "tests/house/test_house.py", "tests/cli/test_commands.py", "tests/server/", "tests/worker/", "tests/policy/"),

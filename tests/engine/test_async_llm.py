@@ -399,7 +399,7 @@ def test_news_wait_while_requests_keep_coming_but_not_for_long(endless: str, mon
     monkeypatch.setattr(Link, "_take", lambda link: (looks.append(link), look(link)))
 
     async def main() -> None:
-        async with engine_process(endless) as llm:
+        async with engine_process(endless, "", Serving(max_queue=100_000)) as llm:  # more than any machine sends in that time
             stream = asyncio.create_task(tokens(llm, ask([1], 400)))
             await asyncio.sleep(0.1)
             looks.clear()

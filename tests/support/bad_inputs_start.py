@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.cli.processes import ROOT, SECONDS, environment
 from tests.support.bad_inputs_row import Row, acted
 from tests.support.bad_inputs_watch import Watched
-from tests.support.forked import SERVER, run_forked
+from tests.support.forked import run_forked
 from tests.support.hub import FakeHub, Repo
 from tests.support.server_process import ServerProcess
 
@@ -34,13 +34,13 @@ sys.exit(code)
 
 
 def refused(*words: str, user: str = "", env: dict[str, str] | None = None) -> str:
-    """The last line `octavo serve` says, within a second or two of its own CPU time, most of it imports, before it touches weights."""
+    """The last line `octavo serve` says, within a second of its own CPU time, before it touches weights."""
     command = [sys.executable, "-c", PROGRAM, user, *words]
     given = environment({**FAKE, "OCTAVO_LOG_LEVEL": "ERROR", **(env or {})})
-    run = run_forked(command, "", SECONDS, cwd=ROOT, env=given, text=True, libraries=SERVER)
+    run = run_forked(command, "", SECONDS, cwd=ROOT, env=given, text=True)
     *_, last = run.stderr.splitlines()
     assert run.returncode == 1 and last.startswith("octavo: error: ") and "Traceback" not in run.stderr, run.stderr
-    assert float(run.stdout) < 2, f"{run.stdout} s"
+    assert float(run.stdout) < 1, f"{run.stdout} s"
     return last
 
 

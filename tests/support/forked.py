@@ -1,10 +1,10 @@
-"""Children of Python that need not import torch, or what a server is made of, once more: `forked([sys.executable, "-m", ...])`.
+"""Children of Python that need not import torch, the libraries of a server and Octavo once more: `forked([sys.executable, "-m", ...])`.
 
-A process that has imported the libraries, and nothing of Octavo, is forked for each of them. It is then as if it had been started by
-`subprocess.Popen`: a child of the test's own process, with its arguments, folder, environment and pipes. What is tried is what comes after
-the imports; tests of how a process starts, what it imports and what it takes until then start real ones.
+A process that has imported all of it is forked for each of them. It is then as if it had been started by `subprocess.Popen`: a child of
+the test's own process, with its arguments, folder, environment and pipes. What is tried is what comes after the imports; tests of how a
+process starts, what it imports and what it takes until then start real ones. `/proc/PID/comm` has the name of the module it runs.
 
-`python -P tests/support/forked.py FD LIBRARY ...` is that process: it reads from the socket FD what to run.
+`python -P tests/support/forked.py FD` is that process: it reads from the socket FD what to run.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -21,19 +22,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36
-ENGINE = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "rich")
-SERVER = (
-    *("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "numpy", "tokenizers", "jinja2", "msgspec", "zmq", "prometheus_client"),
-    *("llguidance", "anyio", "starlette.responses", "fastapi.responses"),
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+IMPORTED = (
+    *("octavo", "torch", "numpy.random", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "rich", "uvloop", "httptools"),
+    *("prometheus_client", "llguidance", "octavo.llm", "octavo.server.run", "octavo.engine.process", "octavo.worker.build"),
+    *("octavo.worker.rank_process", "octavo.attention.cpu", "octavo.models.dense", "octavo.cli.main", "octavo.cli.serve"),
+    "octavo.cli.generate",
 )
-SERVER_AND_ENGINE = (*SERVER, *ENGINE)  # engines of such a server are forked, too
 HIGH = 500  # descriptors from here on are nobody's
 MOST_BYTES = 1 << 17
 _starting = threading.Lock()
@@ -59,27 +62,25 @@ class Nursery:
 
 
 @cache
-def nursery(libraries: tuple[str, ...]) -> Nursery:
+def nursery() -> Nursery:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", __file__, str(theirs.fileno()), *libraries]
+    command = [sys.executable, "-P", __file__, str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
     theirs.close()
     return Nursery(ours, process)
 
 
-def forked(
-    command: list[str], libraries: tuple[str, ...] = ENGINE, place: Nursery | None = None, **settings: Any
-) -> "subprocess.Popen[Any]":
+def forked(command: list[str], *, forks_children: bool = False, place: Nursery | None = None, **settings: Any) -> "subprocess.Popen[Any]":
     """`subprocess.Popen` with these settings. What Python itself is told by its environment wants a process of its own.
 
-    `place`: what is forked, if it is not a process of this one that has imported these libraries
+    `forks_children`: a server, whose engines and siblings are forked, too. `place`: what is forked, if it is not a process of this one
     """
     env = settings.get("env", os.environ)
     told = {name for name, value in env.items() if name.startswith("PYTHON") and value != os.environ.get(name)}
     if command[0] != sys.executable or told - {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}:
         return subprocess.Popen(command, **settings)
-    return _Forked(command, place or nursery(libraries), libraries == SERVER_AND_ENGINE, **settings)
+    return _Forked(command, place or nursery(), forks_children, **settings)
 
 
 class ForkingSubprocess:
@@ -105,9 +106,9 @@ def run_forked(command: list[str], input: Any, timeout: float, **settings: Any) 
 
 
 class _Forked(subprocess.Popen):  # type: ignore[type-arg]
-    def __init__(self, command: list[str], place: Nursery, forks_engines: bool, **settings: Any) -> None:
+    def __init__(self, command: list[str], place: Nursery, forks_children: bool, **settings: Any) -> None:
         assert settings.keys() <= {"cwd", "env", "stdin", "stdout", "stderr", "text", "pass_fds", "bufsize", "process_group"}, settings
-        self._nursery, self._forks_engines = place, forks_engines
+        self._nursery, self._forks_children = place, forks_children
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any) -> None:
@@ -115,7 +116,7 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         given = {0: p2cread, 1: c2pwrite, 2: errwrite, **{fd: fd for fd in pass_fds}}
         given = {target: target if fd == -1 else fd for target, fd in given.items()}
         request = {"words": args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env), "fds": list(given)}
-        request |= {"parent": os.getpid(), "leads": rest[-1] == 0, "forks_engines": self._forks_engines}
+        request |= {"parent": os.getpid(), "leads": rest[-1] == 0, "forks_children": self._forks_children}
         self.pid = self._nursery.start(request, list(given.values()))
         self._child_created = True
         pipes = {(p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)}  # its end, our end; a file that was given has none
@@ -145,9 +146,12 @@ def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
     first, *words = request["words"][is_safe:]
     here = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(first))
     sys.path[:0] = [*([] if is_safe else [here]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if request["forks_engines"]:
-        engines = _fork_here()
-        importlib.import_module("octavo.engine.supervisor").subprocess = ForkingSubprocess(engines)  # type: ignore[attr-defined]
+    if request["forks_children"]:
+        children = ForkingSubprocess(_fork_here())
+        for parent in ("octavo.engine.supervisor", "octavo.server.siblings"):
+            importlib.import_module(parent).subprocess = children  # type: ignore[attr-defined]
+    if module := re.match(r"[\w.]+$", words[0]) if first == "-m" else re.search(r"(?<=from )[\w.]+", words[0]) if first == "-c" else None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, module[0].encode(), 0, 0, 0)  # its first 15 characters
     if first == "-m":
         sys.argv = list(words)
         return lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True) and None
@@ -232,8 +236,11 @@ def _serve(asked: socket.socket) -> Callable[[], None] | None:
 
 
 if __name__ == "__main__":
-    for library in sys.argv[2:]:
-        importlib.import_module(library)
+    sys.path.insert(0, ROOT)
+    for name in IMPORTED:
+        with suppress(ModuleNotFoundError):  # a machine with a GPU may lack what a server needs
+            importlib.import_module(name)
+    sys.path.remove(ROOT)
     gc.freeze()  # what was imported stays as it is, and is not looked through when a child ends
     program = _serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
 from tests.support.fair_clock import FairClock
-from tests.support.forked import SERVER, SERVER_AND_ENGINE, forked
+from tests.support.forked import forked
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
 STAND_IN = "tests.support.watched_server --stand-in"  # a server without an engine
@@ -59,8 +60,8 @@ class ServerProcess:
         if switches := ",".join(filter(None, (given.get("OCTAVO_DEBUG"), watch))):
             given["OCTAVO_DEBUG"] = switches
         settings: dict[str, Any] = {"cwd": cwd, "env": given, "stderr": subprocess.PIPE, "text": True}
-        libraries = SERVER if module == STAND_IN else SERVER_AND_ENGINE
-        self.process = forked(command, libraries, **settings) if forks and watch else subprocess.Popen(command, **settings)
+        start = partial(forked, forks_children=module != STAND_IN) if forks and watch else subprocess.Popen
+        self.process = start(command, **settings)
         self.stderr = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

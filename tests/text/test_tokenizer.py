@@ -31,7 +31,14 @@ snippets = st.sampled_from(
     ["Hello", " world", "'ll", "'S", "don't", "  ", "\n", "\t\n ", "\r\n", "2024", " 7", "½", "x9y", "!?.", "<s>"]
     + ["ß", "Ελλάδα", "日本語", "🦙", "e\u0301"]
 )
-texts = st.lists(snippets | st.text(max_size=6), max_size=12).map("".join)
+
+
+def without_control(text: str) -> str:
+    """Hypothesis also draws strings that imported modules have, such as <|endoftext|>, which is read as that token."""
+    return text.replace("<|", "")
+
+
+texts = st.lists(snippets | st.text(max_size=6), max_size=12).map("".join).map(without_control)
 
 
 @cache
@@ -113,7 +120,7 @@ def test_smollm2_encodes_as_plain_bpe_over_digits_and_words(text: str) -> None:
 
 
 @settings(max_examples=300)
-@given(st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs", "Cc"]), max_size=60))
+@given(st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs", "Cc"]), max_size=60).map(without_control))
 def test_smollm2_text_survives_the_round_trip(text: str) -> None:
     assert smollm2().decode(smollm2().encode(text)) == text
 
