@@ -158,14 +158,16 @@ class GlooComm:
         """Waits in pieces, so that this rank can be told to give up."""
         until = time.monotonic() + self.seconds
         while True:
+            ended = work.is_completed()
             try:
                 work.wait(timedelta(seconds=min(LOOK_SECONDS, self.seconds)))
                 return
             except RuntimeError as error:
-                late = time.monotonic() > until or "Timed out" in str(error)
-                if late:
+                if not ended and work.is_completed():
+                    continue  # it ended at the same moment: the next look tells how
+                if time.monotonic() > until or "Timed out" in str(error):
                     raise self._lost(f"did not meet the others within {self.seconds:g} s") from error
-                if work.is_completed() or self._gave_up:
+                if ended or self._gave_up:
                     raise self._lost(f"lost the others: {_first_line(error)}") from error
 
     def _lost(self, how: str) -> RankLost:

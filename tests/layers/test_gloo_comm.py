@@ -57,6 +57,28 @@ def test_a_rank_that_was_killed_or_stopped_ends_the_waiting_in_time(name: str, l
         assert least <= result["seconds"] < LIMIT + LATE
 
 
+class EndsWhileLookedAt:
+    """Work that ends right after a piece of waiting for it was over: well, or with an error."""
+
+    def __init__(self, error: str = "") -> None:
+        self._waits, self._error = 0, error
+
+    def is_completed(self) -> bool:
+        return self._waits > 0
+
+    def wait(self, _: object) -> None:
+        self._waits += 1
+        if self._waits == 1 or self._error:
+            raise RuntimeError("Operation timed out!" if self._waits == 1 else self._error)
+
+
+def test_work_that_ends_as_its_waiting_does_is_not_lost() -> None:
+    comm = GlooComm.create(HOST, 2, 60)
+    comm._finish(EndsWhileLookedAt())
+    with pytest.raises(RankLost, match="rank 0 lost the others: closed by peer"):
+        comm._finish(EndsWhileLookedAt("closed by peer"))
+
+
 def test_a_rank_that_nobody_joins_stops_waiting_at_its_limit_or_when_told() -> None:
     comm: Comm = GlooComm.create(HOST, 3, 0.3)
     with pytest.raises(RankLost, match=re.escape("rank 0 did not meet rank 1, 2 within 0.3 s")):

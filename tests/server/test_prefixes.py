@@ -29,6 +29,7 @@ ASKED = 8  # requests, so that every API process answers some
 @pytest.fixture(scope="module")
 def started(endless: str) -> Iterator[ServerProcess]:
     with ServerProcess(WATCHED, endless, *FLAGS, "-dp", "2", "--api-processes", "2", env=FAKE) as server:
+        wait_for(lambda: all(server.ask("GET", "/health").json["engines"]["ready"] == 2 for _ in range(ASKED)), 30)  # in each API process
         yield server
         assert "Traceback" not in server.stderr, server.stderr[-3000:]
 

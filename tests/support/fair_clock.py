@@ -61,7 +61,7 @@ def family(pid: int) -> list[int]:
     """A process and all that descend from it."""
     found = [pid]
     for one in found:
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it, or a thread of it, has just ended
+            for task in Path(f"/proc/{one}/task").glob("*/children"):
                 found += map(int, task.read_text().split())
     return found

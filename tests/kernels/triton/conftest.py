@@ -1,7 +1,8 @@
 """Where the Triton kernels run: compiled on a GPU, where they are marked `gpu`; in Triton's interpreter where that was asked for
 before anything imported triton (`tests/kernels/test_triton.py` does); else not at all, since they have nothing to run on.
 
-In the interpreter float16 and bfloat16 differ in nothing but their rounding, so cases of float16 are left to the long run.
+In the interpreter types differ in nothing but their rounding. So cases of float16 are left to the long run there, and those of bfloat16
+that float32 has as well.
 """
 
 import os
@@ -22,11 +23,13 @@ elif not ON_GPU:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = {item.nodeid for item in items}
     for item in items:
         if item.path.parent == Path(__file__).parent:
             # numpy, in the interpreter, warns of numbers that overflow as they should
             item.add_marker("gpu" if ON_GPU else pytest.mark.filterwarnings("ignore::RuntimeWarning"))
-            if INTERPRETED and re.search(r"(?<!b)float16", item.name):
+            twin = item.nodeid.replace("bfloat16", "float32")
+            if INTERPRETED and (re.search(r"(?<!b)float16", item.name) or (twin != item.nodeid and twin in names)):
                 item.add_marker("soak")
 
 
