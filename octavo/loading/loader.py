@@ -153,8 +153,12 @@ class StoredParameters:
 
     def floats(self, name: str) -> Tensor:
         """Returns floats that may be a view of the file: copy them to keep them."""
-        parts = [self._read(label).float() for label in self._labels(name)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        labels = self._labels(name)
+        if len(labels) == 1:
+            return self._read(labels[0]).float()
+        joined = torch.empty(self.shape(name), dtype=torch.float32)
+        self.copy(name, joined)
+        return joined
 
     def copy(self, name: str, target: Tensor) -> None:
         """Copies a parameter, part by part, into the rows of a tensor on any device."""
@@ -236,9 +240,10 @@ class NativeWeights:
         weight = self._parameters.codes(name) or self._wide(name, columns)
         order = _panel_order(weight.shape[0], alternate, experts)
         biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
+        rows = None if order is None else order.numpy()
         if isinstance(weight, Tensor):
-            return pack_float(self._library, _taken(weight, order), self._kind, biases)
-        return self._pack_codes(weight, biases, None if order is None else order.numpy())
+            return pack_float(self._library, weight.contiguous().numpy(), self._kind, biases, rows=rows)
+        return self._pack_codes(weight, biases, rows)
 
     def _pack_blocks(self, parts: list[Blocks], order: Tensor | None, bias: str) -> PackedMatrix:
         """Packs blocks of a GGUF file without a copy in between, into what `PackedWeight` would hold."""

@@ -235,7 +235,7 @@ class ModelShape:
         if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
             straight = {weight.name for weight in self.weights if weight.kind in BLOCK_KINDS and quantization == "auto" and self.ranks == 1}
-            weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked, straight)
+            weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked, straight, is_arm())
         else:
             weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
         return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm())

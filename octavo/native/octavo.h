@@ -198,8 +198,9 @@ void octavo_rank(const Ranking *ranking);
 void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // of tokens 0 to count - 1
 
 // Packing, once at load. Sources are row major; `data`, `scale`, `offset` and `top` of the matrix are written.
-void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32, F16 and BF16: [n][k]; divided by the factor
-// Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
+// F32, F16 and BF16: [...][k], divided by the factor; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
+void octavo_pack_float(Matrix *matrix, const float *weights, const int64_t *rows);
+// Q8 and Q4: [...][k], [...][k / group]; rows: likewise
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
 // Blocks of a GGUF file into codes, and scales and offsets of their runs. kind: a place in BLOCK_KINDS (packing.cpp)

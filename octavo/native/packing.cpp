@@ -37,12 +37,18 @@ void unpack_row(const Matrix &matrix, int64_t row, float *to) {
     }
 }
 
-static void pack_float(Matrix &matrix, const float *weights, int64_t panel) {
+// The row of the file that is row `lane` of a panel, or -1
+static int64_t row_of(const Matrix &matrix, const int64_t *rows, int64_t panel, int64_t lane) {
+    int64_t n = panel * P + lane;
+    return n >= matrix.n ? -1 : rows ? rows[n] : n;
+}
+
+static void pack_float(Matrix &matrix, const float *weights, const int64_t *rows, int64_t panel) {
     const int64_t stride = padded(matrix);
     for (int64_t lane = 0; lane < P; lane++) {
-        int64_t n = panel * P + lane;
+        const int64_t n = row_of(matrix, rows, panel, lane);
         for (int64_t k = 0; k < stride; k++) {
-            float value = n < matrix.n && k < matrix.k ? weights[n * matrix.k + k] / matrix.factor : 0.0f;
+            float value = n >= 0 && k < matrix.k ? weights[n * matrix.k + k] / matrix.factor : 0.0f;
             if (matrix.kind == OCTAVO_F32) ((float *)matrix.data)[(panel * stride + k) * P + lane] = value;
             else if (matrix.kind == OCTAVO_F16) ((uint16_t *)matrix.data)[(panel * stride + k) * P + lane] = float_to_f16(value);
             else ((uint16_t *)matrix.data)[(panel * stride + k / 2 * 2) * P + 2 * lane + k % 2] = float_to_bf16(value);
@@ -71,12 +77,6 @@ static void pack_row(Matrix &matrix, const uint8_t *row, int64_t panel, int64_t 
         }
         memcpy(to, &word, 4);
     }
-}
-
-// The row of the file that is row `lane` of a panel, or -1
-static int64_t row_of(const Matrix &matrix, const int64_t *rows, int64_t panel, int64_t lane) {
-    int64_t n = panel * P + lane;
-    return n >= matrix.n ? -1 : rows ? rows[n] : n;
 }
 
 // The largest |scale * code + offset| that a panel could hold.
@@ -282,11 +282,11 @@ using namespace octavo;
 
 extern "C" {
 
-void octavo_pack_float(Matrix *matrix, const float *weights) {
+void octavo_pack_float(Matrix *matrix, const float *weights, const int64_t *rows) {
     Turn turn;
     together([&](int thread) {
         Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_float(*matrix, weights, panel);
+        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_float(*matrix, weights, rows, panel);
     });
 }
 

@@ -13,8 +13,8 @@ from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrice
 PANEL, COLUMNS = 16, 64
 SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
-# keeps back of those before it, and once more where it comes in parts.
-CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
+# keeps back of those before it. On ARM torch has an allocator of its own, which keeps nothing back.
+CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, KEPT_BACK = 1.25, 4.1, 1.2
 HALF_EMPTY = 1 << 20  # bytes in the mean: matrices take whole huge pages of 2 MiB together
 
 GATES = ("swiglu", "geglu", "clamped")
@@ -48,7 +48,12 @@ def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Cod
 
 
 def native_weight_bytes(
-    model: ModelDescription, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0, straight: Collection[str] = ()
+    model: ModelDescription,
+    item: int,
+    stored: Mapping[str, Codes | None],
+    unpacked: int = 0,
+    straight: Collection[str] = (),
+    arm: bool = False,
 ) -> tuple[int, int]:
     """Returns (bytes of the weights, most bytes held while they are packed). `unpacked`: of a weight while it is quantised again;
     `straight`: weights that are packed out of the file, without a copy in between"""
@@ -59,7 +64,7 @@ def native_weight_bytes(
     for one in native_matrices(model, item, stored):
         on_the_way = 0 if all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
         if one.codes is None:
-            on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
+            on_the_way = FLOATS_ON_THE_WAY + (0 if arm else KEPT_BACK)
         size = one.matrix.numbers
         most = max(most, kept + size * unpacked, kept + one.nbytes + int(size * on_the_way))
         kept += one.nbytes

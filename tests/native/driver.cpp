@@ -101,7 +101,7 @@ struct Packed {
         data = lines(matrix.kind == OCTAVO_F32 ? places * 4 : matrix.kind == OCTAVO_Q4 ? places / 2 : matrix.kind == OCTAVO_Q8 ? places : places * 2);
         matrix.data = data.get();
         if (!codes) {
-            octavo_pack_float(&matrix, one.must(prefix + "values").as<float>());
+            octavo_pack_float(&matrix, one.must(prefix + "values").as<float>(), nullptr);
             return;
         }
         scale = lines(places / matrix.group * 2), offset = lines(places / matrix.group * 2);

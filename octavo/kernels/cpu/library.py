@@ -118,7 +118,7 @@ FUNCTIONS = {
     "octavo_draw": (None, [POINTER(Draws)]),
     "octavo_rank": (None, [POINTER(Ranking)]),
     "octavo_uniform": (None, [c_void_p, c_int64, c_void_p, c_int64]),
-    "octavo_pack_float": (None, [_MATRIX, c_void_p]),
+    "octavo_pack_float": (None, [_MATRIX, c_void_p, c_void_p]),
     "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
     "octavo_unpack_blocks": (None, [c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "octavo_halves": (None, [c_void_p, c_int64, c_float, c_void_p]),

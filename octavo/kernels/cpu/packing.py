@@ -30,13 +30,19 @@ class PackedMatrix:
 
 
 def pack_float(
-    library: NativeLibrary, weights: Floats, kind: int = F32, bias: Floats | None = None, order: NDArray[np.int32] | None = None
+    library: NativeLibrary,
+    weights: Floats,
+    kind: int = F32,
+    bias: Floats | None = None,
+    order: NDArray[np.int32] | None = None,
+    rows: NDArray[np.int64] | None = None,
 ) -> PackedMatrix:
-    n, k = weights.shape
+    """`rows`: which row of the weights each row of the matrix is, -1 for zeros"""
+    n, k = weights.shape if rows is None else (len(rows), weights.shape[1])
     data = lines(_up(n, PANEL) * _up(k, K_PAD) * (4 if kind == F32 else 2))
     factor = _half_factor(weights) if kind == F16 else 1.0
     matrix = Matrix(kind=kind, n=n, k=k, data=address(data), factor=factor, bias=address(bias), order=address(order))
-    library.call.octavo_pack_float(ctypes.byref(matrix), address(weights))
+    library.call.octavo_pack_float(ctypes.byref(matrix), address(weights), address(rows))
     return PackedMatrix(matrix, (data, *(array for array in (bias, order) if array is not None)))
 
 
@@ -53,7 +59,7 @@ def pack_codes(
     rows: NDArray[np.int64] | None = None,
     table: NDArray[np.uint8] | None = None,
 ) -> PackedMatrix:
-    """`rows`: which row of the codes each row of the matrix is, -1 for zeros. `table`: what stands for each code of 4 bits"""
+    """`rows`: as in `pack_float`. `table`: what stands for each code of 4 bits"""
     n, k = codes.shape if rows is None else (len(rows), codes.shape[1])
     matrix, arrays = _empty_codes(n, k, group, kind, factor)
     matrix.bias, matrix.order, matrix.table = address(bias), address(order), address(table)
@@ -86,7 +92,7 @@ def pack_blocks(
 ) -> PackedMatrix:
     """Packs the rows of all parts straight from the file: codes have the most bits and the smallest group of any.
 
-    `factor`: as for codes, `rows`: as in `pack_codes`
+    `factor`: as for codes, `rows`: as in `pack_float`
     """
     bits, group = max(BLOCK_KINDS[part.kind].bits for part in parts), min(BLOCK_KINDS[part.kind].group for part in parts)
     order = _stored_rows(parts, rows)
