@@ -97,6 +97,20 @@ inline float half_power(const Matrix &matrix) {
     return matrix.top > 0 ? std::clamp(MOST_HALF / power_above(matrix.top), 0x1p-14f, 0x1p15f) : 1.0f;
 }
 
+// What lies there, read again: a sum takes the register that it begins with, and to read costs less than to copy.
+INLINE float16x8_t again(const float16x8_t *from) {
+    float16x8_t r;
+    asm("ldr %q0, %1" : "=w"(r) : "m"(*from));
+    return r;
+}
+
+// 16 quads of codes -> one register for each place in a quad. Quicker than the instruction that loads them so.
+INLINE uint8x16x4_t load_quads(const uint8_t *w) {
+    const uint8x16_t a = vld1q_u8(w), b = vld1q_u8(w + 16), c = vld1q_u8(w + 32), d = vld1q_u8(w + 48);
+    const uint8x16_t even[2] = {vuzp1q_u8(a, b), vuzp1q_u8(c, d)}, odd[2] = {vuzp2q_u8(a, b), vuzp2q_u8(c, d)};
+    return {vuzp1q_u8(even[0], even[1]), vuzp1q_u8(odd[0], odd[1]), vuzp2q_u8(even[0], even[1]), vuzp2q_u8(odd[0], odd[1])};
+}
+
 // A panel of codes as float16: to [stride][16]
 template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
     const bool FOUR = D != Digits::BYTES;
@@ -115,11 +129,11 @@ template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int
             const uint8x16_t above = vdupq_n_u8(0x64);
             const float16x8_t shifted[2] = {vreinterpretq_f16_u8(vzip1q_u8(codes, above)), vreinterpretq_f16_u8(vzip2q_u8(codes, above))};
             for (int half = 0; half < 2; half++, to += 8)
-                vst1q_f16(to, vfmaq_f16(offset[half], vsubq_f16(shifted[half], vdupq_n_f16(1024)), scale[half]));
+                vst1q_f16(to, vfmaq_f16(again(offset + half), vsubq_f16(shifted[half], vdupq_n_f16(1024)), scale[half]));
         };
         auto number = [&](uint8x16_t digits) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; };
         for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
-            const uint8x16x4_t quads = vld4q_u8(w);
+            const uint8x16x4_t quads = load_quads(w);
             for (int i = 0; i < 4; i++) put(FOUR ? number(vandq_u8(quads.val[i], vdupq_n_u8(15))) : quads.val[i]);
             if (FOUR)
                 for (int i = 0; i < 4; i++) put(number(vshrq_n_u8(quads.val[i], 4)));
@@ -127,19 +141,19 @@ template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int
     }
 }
 
-// sum + weights * the number LANE of x. Written out, as compilers would copy a number that is needed twice to all lanes of a
-// register first, and run out of registers.
-template <int LANE> inline float16x8_t multiply_add(float16x8_t weights, float16x8_t x, float16x8_t sum) {
-    asm("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(sum) : "w"(weights), "x"(x), "i"(LANE));
+// sum + weights * the number LANE of x; FIRST: without the sum. Written out, as compilers would copy a number that is needed twice
+// to all lanes of a register first, and run out of registers.
+template <int LANE, bool FIRST = false> inline float16x8_t multiply_add(float16x8_t weights, float16x8_t x, float16x8_t sum) {
+    if constexpr (FIRST) asm("fmul %0.8h, %1.8h, %2.h[%3]" : "=w"(sum) : "w"(weights), "x"(x), "i"(LANE));
+    else asm("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(sum) : "w"(weights), "x"(x), "i"(LANE));
     return sum;
 }
 
 // S spans of R rows times a panel, in float16, one k after the other. Several spans at once where few rows would wait for their
 // own sums: a row gives the same bits whatever it is multiplied with.
 template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, float16x8_t (*sums)[R][2]) {
-    float16x8_t made[S][R][2] = {};
-    int64_t k = 0;
-    do {
+    float16x8_t made[S][R][2];
+    auto add_eight = [&](int64_t k, auto first) {
         float16x8_t numbers[S][R];
         for (int s = 0; s < S; s++)
             for (int r = 0; r < R; r++) numbers[s][r] = vld1q_f16(x + r * stride + s * span + k);
@@ -147,12 +161,44 @@ template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_
             for (int s = 0; s < S; s++)
                 for (int half = 0; half < 2; half++) {
                     const float16x8_t weights = vld1q_f16(w + (s * span + k + lane) * P + 8 * half);
-                    for (int r = 0; r < R; r++) made[s][r][half] = multiply_add<lane>(weights, numbers[s][r], made[s][r][half]);
+                    for (int r = 0; r < R; r++)
+                        made[s][r][half] = multiply_add<lane, first && lane == 0>(weights, numbers[s][r], made[s][r][half]);
                 }
         });
-        k += 8;
-    } while (k < span);
+    };
+    add_eight(0, std::true_type());
+    for (int64_t k = 8; k < span; k += 8) add_eight(k, std::false_type());
     memcpy(sums, made, sizeof made);
+}
+
+// The same for 8 rows and `count` spans, written out: loads and stores lie where they wait for nothing. Sums of a span are stored while
+// those of the next begin, so what sums[0] gets is of no use, and the first span's lie in sums[1].
+INLINE void sum_eight_rows(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, int64_t count, float16x8_t (*sums)[8][2]) {
+    int64_t k = 0, end = 0;
+#define EIGHT ".irp row, 0, 1, 2, 3, 4, 5, 6, 7\n"
+#define LANE(N)                                                            \
+    "ldp q8, q9, [%[w], #32 * " #N "]\n"                                   \
+    EIGHT "fmla v1\\row\\().8h, v8.8h, v\\row\\().h[" #N "]\n .endr\n"     \
+    EIGHT "fmla v2\\row\\().8h, v9.8h, v\\row\\().h[" #N "]\n .endr\n"
+    asm volatile(  // x10 to x17: rows of x; v0 to v7: 8 numbers of each; v10 to v17 and v20 to v27: their sums
+        EIGHT "mov x9, #\\row * 2\n madd x1\\row, x9, %[stride], %[x]\n .endr\n"
+        "1: add %[end], %[end], %[span]\n ldp q8, q9, [%[w]]\n"
+        EIGHT "ldr q\\row, [x1\\row, %[k]]\n stp q1\\row, q2\\row, [%[sums], #32 * \\row]\n"
+        "fmul v1\\row\\().8h, v8.8h, v\\row\\().h[0]\n fmul v2\\row\\().8h, v9.8h, v\\row\\().h[0]\n .endr\n"
+        "add %[sums], %[sums], #256\n b 3f\n"
+        "2: ldp q8, q9, [%[w]]\n"
+        EIGHT "ldr q\\row, [x1\\row, %[k]]\n fmla v1\\row\\().8h, v8.8h, v\\row\\().h[0]\n .endr\n"
+        EIGHT "fmla v2\\row\\().8h, v9.8h, v\\row\\().h[0]\n .endr\n"
+        "3:\n" LANE(1) LANE(2) LANE(3) LANE(4) LANE(5) LANE(6) LANE(7)
+        "add %[w], %[w], #256\n add %[k], %[k], #16\n cmp %[k], %[end]\n b.lt 2b\n"
+        "cmp %[k], %[all]\n b.lt 1b\n"
+        EIGHT "stp q1\\row, q2\\row, [%[sums], #32 * \\row]\n .endr\n"
+        : [w] "+&r"(w), [sums] "+&r"(sums), [k] "+&r"(k), [end] "+&r"(end)
+        : [x] "r"(x), [stride] "r"(stride), [span] "r"(2 * span), [all] "r"(2 * span * count)
+        : "memory", "cc", "x9", "x10", "x11", "x12", "x13", "x14", "x15", "x16", "x17", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9",
+          "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27");
+#undef LANE
+#undef EIGHT
 }
 
 // acc + sum * scale, as floats. sum: two registers
@@ -165,11 +211,32 @@ INLINE Lanes carry(const float16x8_t *sum, float scale, Lanes acc) {
     return acc;
 }
 
+const float MOST_SCALE = 0x1p15f;  // of sums that are shifted
+
+// The same for an even number of sums, `stride` registers apart, if they are finite and their scales at most MOST_SCALE. Conversions wait
+// for each other, so half of them are shifts. These leave floats that are smaller by 2^112, and the scale makes up for it.
+INLINE Lanes carry_all(const float16x8_t *sums, int64_t stride, int64_t count, const float *scale, Lanes acc) {
+    const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // a shift with sign leaves three more of it
+    for (int64_t i = 0; i < count; i += 2) {
+        const float32x2_t factors = vld1_f32(scale + i), shifted = vmul_n_f32(factors, 0x1p112f);
+        unrolled<4>([&](auto part) {
+            const int next = part / 2, half = part % 2;
+            const float16x8_t sum = sums[(i + next) * stride + half];
+            Vector *to = acc.part + 2 * half;
+            to[0] = (Vector)vfmaq_lane_f32((float32x4_t)to[0], vcvt_f32_f16(vget_low_f16(sum)), factors, next);
+            const uint32x4_t high = vandq_u32(vreinterpretq_u32_s32(vshll_high_n_s16(vreinterpretq_s16_f16(sum), 13)), kept);
+            to[1] = (Vector)vfmaq_lane_f32((float32x4_t)to[1], vreinterpretq_f32_u32(high), shifted, next);
+        });
+    }
+    return acc;
+}
+
 struct HalfMath {
     static const int MOST = 8;
     const Matrix &matrix;
     const Rows &rows;
     const float power = has_codes(matrix) ? half_power(matrix) : 1.0f;
+    const bool bounded = has_codes(matrix) && matrix.top * power <= MOST_HALF;
 
     // Where it lies, or unpacked.
     const float16_t *panel(int64_t index, void *memory) const {
@@ -179,22 +246,28 @@ struct HalfMath {
     }
     // Sums of float16 are carried into floats after every span. Those of some spans wait for it: then a row's floats stay in registers.
     template <int R> void block(int64_t row, const float16_t *w, Lanes *sums) const {
-        const int64_t span = span_of(matrix), spans = rows.stride / span, SOME = 16;  // spans are even in number, as K_PAD is two of them
+        const int64_t span = span_of(matrix), spans = rows.stride / span, SOME = 24;  // spans are even in number, as K_PAD is two of them
         const int S = R <= 3 ? 2 : 1;
+        const float factor = matrix.factor / power;
         const float16_t *x = (const float16_t *)rows.halves + row * rows.stride;
-        float16x8_t made[SOME][R][2];
-        for (int r = 0; r < R; r++) sums[r] = zeros();
+        const float *scale = rows.scale + row * spans;
+        const bool shifts = bounded && largest_of(scale, R * spans) <= MOST_SCALE;
+        float16x8_t memory[1 + SOME][R][2], (*made)[R][2] = memory + 1;
         for (int64_t begin = 0; begin < spans; begin += SOME) {
             const int64_t count = std::min(SOME, spans - begin);
-            for (int64_t i = 0; i < count; i += S, w += S * span * P, x += S * span) sum_spans<R, S>(w, x, rows.stride, span, made + i);
+            if constexpr (R == 8) sum_eight_rows(w, x, rows.stride, span, count, memory);
+            else
+                for (int64_t i = 0; i < count; i += S) sum_spans<R, S>(w + i * span * P, x + i * span, rows.stride, span, made + i);
+            w += count * span * P, x += count * span;
             for (int r = 0; r < R; r++) {
-                const float *scale = rows.scale + (row + r) * spans + begin;
-                Lanes acc = sums[r];
-                for (int64_t i = 0; i < count; i++) acc = carry(made[i][r], scale[i], acc);
-                sums[r] = acc;
+                const float *its = scale + r * spans + begin;
+                Lanes acc = begin ? sums[r] : zeros();
+                if (shifts) acc = carry_all(made[0][r], 2 * R, count, its, acc);
+                else
+                    for (int64_t i = 0; i < count; i++) acc = carry(made[i][r], its[i], acc);
+                sums[r] = begin + count < spans ? acc : acc * factor;
             }
         }
-        for (int r = 0; r < R; r++) sums[r] = sums[r] * (matrix.factor / power);
     }
 };
 
