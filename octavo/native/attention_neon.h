@@ -8,13 +8,12 @@
 //     sums      weight times value, 16 dimensions at a time; values so large that a sum passes float16's end are weighted
 //               again by 1/64, which would cost small values digits
 #pragma once
-#include "neon.h"
+#include "attention_panels.h"
 
 namespace octavo {
 namespace {
 
 const float ROOM = 64;           // for 32 products of the largest numbers there are, and what rounding adds
-const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
 
 inline bool fits_halves(const Model &model, const Layer &layer) { return model.cache_kind == OCTAVO_F16 && layer.head_dim % LANE_COUNT == 0; }
 
@@ -177,25 +176,45 @@ struct HalfQueries {             // of a task, query by query and head by head
     float *sums;                 // [count][dim]
     float *scale;                // [count]: of scores
     Online *states;
+    int64_t *positions;          // [count]
     int64_t earliest, count;     // earliest: the first position any of them may see
 };
 
+// memory: for whole blocks of ROWS queries. Those that are missing are zeros.
 inline HalfQueries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads, count = task.queries * group;
-    HalfQueries queries{nullptr, memory, memory + count * dim, nullptr, INT64_MAX, count};
-    queries.states = (Online *)(queries.scale + count);
-    queries.values = (float16_t *)(queries.states + count);
-    std::fill(queries.sums, queries.sums + count * dim, 0.0f);
+    const int64_t whole = (count + ROWS - 1) / ROWS * ROWS;
+    HalfQueries queries{nullptr, memory, memory + whole * dim, nullptr, nullptr, INT64_MAX, count};
+    queries.states = (Online *)(queries.scale + whole);
+    queries.positions = (int64_t *)(queries.states + whole);
+    queries.values = (float16_t *)(queries.positions + whole);
+    std::fill(queries.sums, queries.sums + whole * dim, 0.0f);
+    std::fill(queries.scale + count, queries.scale + whole, 0.0f);
+    std::fill(queries.positions + count, queries.positions + whole, -1);
+    std::fill(queries.values + count * dim, queries.values + whole * dim, float16_t(0));
     for (int64_t i = 0; i < count; i++) {
         const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
         const float scale = power_above(largest_of(q, dim)) * ROOM;
         for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
         queries.scale[i] = scale * layer.attention_scale;
         queries.states[i] = {-INFINITY, 0.0f};
-        queries.earliest = std::min(queries.earliest, first_seen(layer, step.positions[task.token_of(i / group)]));
+        queries.positions[i] = step.positions[task.token_of(i / group)];
+        queries.earliest = std::min(queries.earliest, first_seen(layer, queries.positions[i]));
     }
     return queries;
 }
+
+// Which keys of a tile of `count`, which begins at `begin`, the queries at some positions see. A missing one sees none.
+struct Seen {
+    int64_t low[ROWS], high[ROWS];
+
+    Seen(const Layer &layer, const int64_t *positions, int64_t rows, int64_t begin, int64_t count) {
+        for (int64_t r = 0; r < rows; r++) {
+            low[r] = positions[r] < 0 ? KEYS : std::max<int64_t>(0, first_seen(layer, positions[r]) - begin);
+            high[r] = std::min(count, positions[r] + 1 - begin);
+        }
+    }
+};
 
 // Queries against the keys of a row, through its block table.
 void attend_halves(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
@@ -205,7 +224,8 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
     const int32_t *table = table_of(layer, step, task.row);
     float *memory = (float *)scratch;
     std::fill(memory, memory + dim, 0.0f);  // a key that is missing
-    const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim);
+    const PanelTile panels{(float16_t *)(memory + dim), (float16_t *)(memory + dim) + KEYS * dim};
+    const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim + KEYS * dim);
     HalfTile tile, next, none;
     none.count = 0;
     int64_t begin = std::max(task.begin, queries.earliest);
@@ -213,15 +233,22 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
     for (; begin < task.end; begin += KEYS) {
         tile = next;
         find_tile(layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);
-        for (int64_t i = 0; i < queries.count; i += QUERIES_AT_ONCE) {
-            int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, queries.count - i);
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t position = step.positions[task.token_of((i + r) / group)];
-                low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
-                high[r] = std::min(tile.count, position + 1 - begin);
+        const bool many = queries.count >= MANY && dim <= MOST_SPANS * LANE_COUNT && lay_out(tile.keys, tile.values, dim, panels);
+        const int64_t at_once = many ? ROWS : QUERIES_AT_ONCE;
+        for (int64_t i = 0; i < queries.count; i += at_once) {
+            const int64_t rows = many ? at_once : std::min(at_once, queries.count - i);
+            const Seen seen(layer, queries.positions + i, rows, begin, tile.count);
+            const int64_t *low = seen.low, *high = seen.high;
+            const float16_t *q = queries.values + i * dim;
+            const float *scale = queries.scale + i;
+            Online *states = queries.states + i;
+            float *sums = queries.sums + i * dim;
+            if (many) {
+                if (i < KEYS) prefetch_keys(next, i, dim);
+                attend_panels(panels, q, dim, low, high, scale, layer.soft_cap, states, sums);
+            } else {
+                attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, q, dim, low, high, scale, layer.soft_cap, states, sums);
             }
-            attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, (const float16_t *)queries.values + i * dim, dim, (const int64_t *)low,
-                                         (const int64_t *)high, (const float *)queries.scale + i, layer.soft_cap, queries.states + i, queries.sums + i * dim);
         }
     }
     for (int64_t i = 0; i < queries.count; i++) finish(layer, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);

@@ -98,9 +98,9 @@ inline float half_power(const Matrix &matrix) {
 }
 
 // What lies there, read again: a sum takes the register that it begins with, and to read costs less than to copy.
-INLINE float16x8_t again(const float16x8_t *from) {
-    float16x8_t r;
-    asm("ldr %q0, %1" : "=w"(r) : "m"(*from));
+template <class Register> INLINE Register again(const Register *from) {
+    Register r;
+    asm volatile("ldr %q0, %1" : "=w"(r) : "m"(*from));
     return r;
 }
 
@@ -211,23 +211,38 @@ INLINE Lanes carry(const float16x8_t *sum, float scale, Lanes acc) {
     return acc;
 }
 
-const float MOST_SCALE = 0x1p15f;  // of sums that are shifted
+const float MOST_SCALE = 0x1p15f, SHIFTED = 0x1p112f;  // MOST_SCALE: of sums that are shifted
 
-// The same for an even number of sums, `stride` registers apart, if they are finite and their scales at most MOST_SCALE. Conversions wait
-// for each other, so half of them are shifts. These leave floats that are smaller by 2^112, and the scale makes up for it.
-INLINE Lanes carry_all(const float16x8_t *sums, int64_t stride, int64_t count, const float *scale, Lanes acc) {
+// The upper 4, if finite, as floats that are smaller by SHIFTED. Conversions wait for each other, shifts do not wait for them.
+INLINE float32x4_t shifted_high(float16x8_t sum) {
     const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // a shift with sign leaves three more of it
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s32(vshll_high_n_s16(vreinterpretq_s16_f16(sum), 13)), kept));
+}
+
+// The same for an even number of sums, `stride` registers apart, if they are finite and their scales at most MOST_SCALE.
+INLINE Lanes carry_all(const float16x8_t *sums, int64_t stride, int64_t count, const float *scale, Lanes acc) {
     for (int64_t i = 0; i < count; i += 2) {
-        const float32x2_t factors = vld1_f32(scale + i), shifted = vmul_n_f32(factors, 0x1p112f);
+        const float32x2_t factors = vld1_f32(scale + i), shifted = vmul_n_f32(factors, SHIFTED);
         unrolled<4>([&](auto part) {
             const int next = part / 2, half = part % 2;
             const float16x8_t sum = sums[(i + next) * stride + half];
             Vector *to = acc.part + 2 * half;
             to[0] = (Vector)vfmaq_lane_f32((float32x4_t)to[0], vcvt_f32_f16(vget_low_f16(sum)), factors, next);
-            const uint32x4_t high = vandq_u32(vreinterpretq_u32_s32(vshll_high_n_s16(vreinterpretq_s16_f16(sum), 13)), kept);
-            to[1] = (Vector)vfmaq_lane_f32((float32x4_t)to[1], vreinterpretq_f32_u32(high), shifted, next);
+            to[1] = (Vector)vfmaq_lane_f32((float32x4_t)to[1], shifted_high(sum), shifted, next);
         });
     }
+    return acc;
+}
+
+// The same without scales.
+INLINE Lanes carry_finite(const float16x8_t *sums, int64_t stride, int64_t count, Lanes acc) {
+    for (int64_t i = 0; i < count; i++)
+        for (int half = 0; half < 2; half++) {
+            const float16x8_t sum = sums[i * stride + half];
+            Vector *to = acc.part + 2 * half;
+            to[0] += (Vector)vcvt_f32_f16(vget_low_f16(sum));
+            to[1] += (Vector)shifted_high(sum) * SHIFTED;
+        }
     return acc;
 }
 

@@ -1,0 +1,136 @@
+// Attention of many queries in float16: a tile's keys and values are laid out like panels of weights, and 8 queries at a time are
+// multiplied by them as rows are. The layout costs less than it saves from a dozen queries on.
+//
+//     scores    queries times panels of 16 keys
+//     weights   online softmax, in floats, then float16
+//     sums      weights times panels of 16 dimensions
+#pragma once
+#include "neon.h"
+
+namespace octavo {
+namespace {
+
+const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
+const int64_t SCORE_CARRY = 16;  // the same for scores of panels: one dimension after the other, 32 would be off by more than in `score_keys`
+const int64_t MANY = 12;         // queries that are worth the layout
+const int ROWS = 8;              // queries multiplied at once
+const int MOST_SPANS = 16;       // of the dimensions
+const float MOST_VALUE = 2016;   // of which 32 with weights up to 1 stay below float16's end, and what rounding adds
+
+struct PanelTile {               // 64 keys of one kv head
+    float16_t *keys;             // [64 / 16][dim][16]
+    float16_t *values;           // [dim / 16][64][16]
+};
+
+// 8 keys of 8 dimensions -> 8 dimensions of 8 keys. stride: from one dimension to the next; check: 0, unless a key is not finite
+INLINE void turn(const float16_t *const *keys, int64_t d, float16_t *to, int64_t stride, float16x8_t &check) {
+    uint16x8_t a[8];
+    uint32x4_t b[8];
+    uint64x2_t c[8];
+    for (int i = 0; i < 8; i++) {
+        a[i] = vld1q_u16((const uint16_t *)keys[i] + d);
+        check = vfmaq_f16(check, vreinterpretq_f16_u16(a[i]), vdupq_n_f16(0));
+    }
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = vreinterpretq_u32_u16(vtrn1q_u16(a[i], a[i + 1]));
+        b[i + 1] = vreinterpretq_u32_u16(vtrn2q_u16(a[i], a[i + 1]));
+    }
+    for (int i : {0, 1, 4, 5}) {
+        c[i] = vreinterpretq_u64_u32(vtrn1q_u32(b[i], b[i + 2]));
+        c[i + 2] = vreinterpretq_u64_u32(vtrn2q_u32(b[i], b[i + 2]));
+    }
+    for (int i = 0; i < 4; i++) {
+        vst1q_u16((uint16_t *)to + i * stride, vreinterpretq_u16_u64(vtrn1q_u64(c[i], c[i + 4])));
+        vst1q_u16((uint16_t *)to + (i + 4) * stride, vreinterpretq_u16_u64(vtrn2q_u64(c[i], c[i + 4])));
+    }
+}
+
+// keys, values: where each lies. Returns whether keys are finite, and values at most MOST_VALUE.
+inline bool lay_out(const float16_t *const *keys, const float16_t *const *values, int64_t dim, const PanelTile &to) {
+    float16x8_t most = vdupq_n_f16(0), check = most;
+    for (int64_t j = 0; j < KEYS; j += 8) {
+        for (int64_t d = 0; d < dim; d += 8) turn(keys + j, d, to.keys + (j / P * dim + d) * P + j % P, P, check);
+        for (int64_t i = j; i < j + 8; i++)
+            for (int64_t d = 0; d < dim; d += 8) {
+                const float16x8_t numbers = vld1q_f16(values[i] + d);
+                most = vmaxq_f16(most, vabsq_f16(numbers));
+                vst1q_f16(to.values + (d / P * KEYS + i) * P + d % P, numbers);
+            }
+    }
+    return float(vmaxvq_f16(vaddq_f16(most, check))) <= MOST_VALUE;  // a NaN is not
+}
+
+// 8 rows of x times a panel: spans of it are summed in float16, and then in floats. add(row, sums) gets them
+template <class Add> INLINE void multiply_panel(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, int64_t spans, Add add) {
+    float16x8_t memory[1 + MOST_SPANS][ROWS][2];
+    sum_eight_rows(w, x, stride, span, spans, memory);
+    for (int r = 0; r < ROWS; r++) add(r, [&](const Lanes &acc) { return carry_finite(memory[1][r], 2 * ROWS, spans, acc); });
+}
+
+// 2^t for 16 numbers, as `power` has it, step by step for all: none waits for itself. Numbers of the polynomial are read again each
+// time, as a sum takes the register that it begins with.
+INLINE void rough_powers(float32x4_t (&t)[4]) {
+    const float MAGIC = 12582912.0f, A = 0.0559178628f, B = 0.240247443f, C = 0.693121791f, D = 0.999999285f;
+    alignas(16) static const float numbers[4][4] = {{A, A, A, A}, {B, B, B, B}, {C, C, C, C}, {D, D, D, D}};
+    float32x4_t shifted[4], q[4];
+    for (int i = 0; i < 4; i++) {
+        t[i] = vmaxq_f32(t[i], vdupq_n_f32(-126.0f));
+        shifted[i] = vaddq_f32(t[i], vdupq_n_f32(MAGIC));
+        q[i] = vdupq_n_f32(0.00957010128f);
+    }
+    for (int i = 0; i < 4; i++) t[i] = vsubq_f32(t[i], vsubq_f32(shifted[i], vdupq_n_f32(MAGIC)));
+    for (int step = 0; step < 4; step++)
+        for (int i = 0; i < 4; i++) q[i] = vfmaq_f32(again((const float32x4_t *)numbers[step]), q[i], t[i]);
+    for (int i = 0; i < 4; i++) t[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(q[i]), vshlq_n_s32(vreinterpretq_s32_f32(shifted[i]), 23)));
+}
+
+// Scores of one query against a tile become weights of float16. See `weigh`.
+inline float weigh_halves(Online &state, float *scores, int64_t low, int64_t high, float cap, float16_t *to) {
+    if (low >= high) {
+        std::fill(to, to + KEYS, float16_t(0));
+        return 1.0f;
+    }
+    if (cap > 0)
+        for (int j = 0; j < KEYS; j += LANE_COUNT) store(capped(load(scores + j), cap), scores + j);
+    for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
+    for (int64_t j = high; j < KEYS; j++) scores[j] = -INFINITY;
+    float32x4_t most[4], total[4];
+    for (int i = 0; i < 4; i++) most[i] = vld1q_f32(scores + 4 * i), total[i] = vdupq_n_f32(0);
+    for (int j = 16; j < KEYS; j += 16)
+        for (int i = 0; i < 4; i++) most[i] = vmaxnmq_f32(most[i], vld1q_f32(scores + j + 4 * i));
+    most[0] = vmaxnmq_f32(vmaxnmq_f32(most[0], most[1]), vmaxnmq_f32(most[2], most[3]));
+    const float largest = std::max(state.largest, vmaxnmvq_f32(most[0]));
+    for (int j = 0; j < KEYS; j += 16) {
+        float32x4_t made[4];
+        for (int i = 0; i < 4; i++) made[i] = vmulq_n_f32(vsubq_f32(vld1q_f32(scores + j + 4 * i), vdupq_n_f32(largest)), LOG2_E);
+        rough_powers(made);
+        for (int i = 0; i < 4; i++) total[i] = vaddq_f32(total[i], made[i]);
+        for (int i = 0; i < 4; i += 2) vst1q_f16(to + j + 4 * i, vcvt_high_f16_f32(vcvt_f16_f32(made[i]), made[i + 1]));
+    }
+    const float sum = vaddvq_f32(vaddq_f32(vaddq_f32(total[0], total[1]), vaddq_f32(total[2], total[3])));
+    const float shrink = state.largest == largest ? 1.0f : state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
+    state = {largest, state.total * shrink + sum};
+    return shrink;
+}
+
+// 8 queries against a tile. See `attend_tile`.
+inline void attend_panels(const PanelTile &tile, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high, const float *scale, float cap,
+                          Online *states, float *sums) {
+    alignas(64) float scores[ROWS][KEYS];
+    float16_t weights[ROWS][KEYS];
+    float shrink[ROWS];
+    int64_t first = KEYS, last = 0;  // keys that any of them sees
+    for (int r = 0; r < ROWS; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
+    for (int64_t j = first / P * P; j < last; j += P)
+        multiply_panel(tile.keys + j * dim, q, dim, SCORE_CARRY, dim / SCORE_CARRY, [&](int r, auto sum) { store(sum(zeros()) * scale[r], scores[r] + j); });
+    for (int r = 0; r < ROWS; r++) shrink[r] = weigh_halves(states[r], scores[r], low[r], high[r], cap, weights[r]);
+    first = first / CARRY * CARRY, last = (last + CARRY - 1) / CARRY * CARRY;
+    for (int64_t d = 0; d < dim && first < last; d += P)
+        multiply_panel(tile.values + d * KEYS + first * P, weights[0] + first, KEYS, CARRY, (last - first) / CARRY, [&](int r, auto sum) {
+            float *to = sums + r * dim + d;
+            store(sum(load(to) * shrink[r]), to);
+        });
+}
+
+}  // namespace
+}  // namespace octavo
