@@ -230,6 +230,7 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
     none.count = 0;
     int64_t begin = std::max(task.begin, queries.earliest);
     find_tile(layer, table, task.kv_head, begin, task.end - begin, (const float16_t *)memory, next);
+    for (int64_t j = 0; j < next.count && queries.count < MANY; j += 8) prefetch_keys(next, j, dim);  // a few queries would wait for each
     for (; begin < task.end; begin += KEYS) {
         tile = next;
         find_tile(layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);

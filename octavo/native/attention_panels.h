@@ -1,5 +1,5 @@
 // Attention of many queries in float16: a tile's keys and values are laid out like panels of weights, and 8 queries at a time are
-// multiplied by them as rows are. The layout costs less than it saves from a dozen queries on.
+// multiplied by them as rows are. The layout costs less than it saves from two dozen queries on.
 //
 //     scores    queries times panels of 16 keys
 //     weights   online softmax, in floats, then float16
@@ -12,7 +12,7 @@ namespace {
 
 const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
 const int64_t SCORE_CARRY = 16;  // the same for scores of panels: one dimension after the other, 32 would be off by more than in `score_keys`
-const int64_t MANY = 12;         // queries that are worth the layout
+const int64_t MANY = 24;         // queries that are worth the layout
 const int ROWS = 8;              // queries multiplied at once
 const int MOST_SPANS = 16;       // of the dimensions
 const float MOST_VALUE = 2016;   // of which 32 with weights up to 1 stay below float16's end, and what rounding adds
@@ -81,7 +81,10 @@ INLINE void rough_powers(float32x4_t (&t)[4]) {
     for (int i = 0; i < 4; i++) t[i] = vsubq_f32(t[i], vsubq_f32(shifted[i], vdupq_n_f32(MAGIC)));
     for (int step = 0; step < 4; step++)
         for (int i = 0; i < 4; i++) q[i] = vfmaq_f32(again((const float32x4_t *)numbers[step]), q[i], t[i]);
-    for (int i = 0; i < 4; i++) t[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(q[i]), vshlq_n_s32(vreinterpretq_s32_f32(shifted[i]), 23)));
+    for (int i = 0; i < 4; i++) {
+        const int32x4_t exponent = vshlq_n_s32(vreinterpretq_s32_f32(shifted[i]), 23);
+        t[i] = vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(q[i]), exponent));
+    }
 }
 
 // Scores of one query against a tile become weights of float16. See `weigh`.
@@ -114,15 +117,17 @@ inline float weigh_halves(Online &state, float *scores, int64_t low, int64_t hig
 }
 
 // 8 queries against a tile. See `attend_tile`.
-inline void attend_panels(const PanelTile &tile, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high, const float *scale, float cap,
-                          Online *states, float *sums) {
+inline void attend_panels(const PanelTile &tile, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high, const float *scale,
+                          float cap, Online *states, float *sums) {
     alignas(64) float scores[ROWS][KEYS];
     float16_t weights[ROWS][KEYS];
     float shrink[ROWS];
     int64_t first = KEYS, last = 0;  // keys that any of them sees
     for (int r = 0; r < ROWS; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
     for (int64_t j = first / P * P; j < last; j += P)
-        multiply_panel(tile.keys + j * dim, q, dim, SCORE_CARRY, dim / SCORE_CARRY, [&](int r, auto sum) { store(sum(zeros()) * scale[r], scores[r] + j); });
+        multiply_panel(tile.keys + j * dim, q, dim, SCORE_CARRY, dim / SCORE_CARRY, [&](int r, auto sum) {
+            store(sum(zeros()) * scale[r], scores[r] + j);
+        });
     for (int r = 0; r < ROWS; r++) shrink[r] = weigh_halves(states[r], scores[r], low[r], high[r], cap, weights[r]);
     first = first / CARRY * CARRY, last = (last + CARRY - 1) / CARRY * CARRY;
     for (int64_t d = 0; d < dim && first < last; d += P)

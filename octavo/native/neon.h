@@ -111,11 +111,15 @@ INLINE uint8x16x4_t load_quads(const uint8_t *w) {
     return {vuzp1q_u8(even[0], even[1]), vuzp1q_u8(odd[0], odd[1]), vuzp2q_u8(even[0], even[1]), vuzp2q_u8(odd[0], odd[1])};
 }
 
+// Into the second-level cache. What panels are made of is read with long pauses, so the hardware would ask for it too late.
+const int64_t AFTER = 2;  // panels that are asked for ahead: gate and up are unpacked at once
+INLINE void prefetch_far(const void *from) { __builtin_prefetch(from, 0, 2); }
+
 // A panel of codes as float16: to [stride][16]
 template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
     const bool FOUR = D != Digits::BYTES;
-    const int64_t groups = stride / matrix.group;
-    const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
+    const int64_t groups = stride / matrix.group, bytes = stride * P / (FOUR ? 2 : 1);
+    const uint8_t *w = (const uint8_t *)matrix.data + panel * bytes;
     const uint8x16_t table = D == Digits::LOOKED_UP ? vld1q_u8(matrix.table) : vdupq_n_u8(0);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t place = (panel * groups + g) * P;
@@ -132,7 +136,9 @@ template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int
                 vst1q_f16(to, vfmaq_f16(again(offset + half), vsubq_f16(shifted[half], vdupq_n_f16(1024)), scale[half]));
         };
         auto number = [&](uint8x16_t digits) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; };
+        prefetch_far(matrix.scale + place + AFTER * groups * P), prefetch_far(matrix.offset + place + AFTER * groups * P);
         for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
+            prefetch_far(w + AFTER * bytes);
             const uint8x16x4_t quads = load_quads(w);
             for (int i = 0; i < 4; i++) put(FOUR ? number(vandq_u8(quads.val[i], vdupq_n_u8(15))) : quads.val[i]);
             if (FOUR)
@@ -251,7 +257,8 @@ struct HalfMath {
     const Matrix &matrix;
     const Rows &rows;
     const float power = has_codes(matrix) ? half_power(matrix) : 1.0f;
-    const bool bounded = has_codes(matrix) && matrix.top * power <= MOST_HALF;
+    const int64_t span = span_of(matrix), spans = rows.stride / span;  // spans are even in number, as K_PAD is two of them
+    const bool shifts = has_codes(matrix) && matrix.top * power <= MOST_HALF && largest_of(rows.scale, rows.rows * spans) <= MOST_SCALE;
 
     // Where it lies, or unpacked.
     const float16_t *panel(int64_t index, void *memory) const {
@@ -261,12 +268,11 @@ struct HalfMath {
     }
     // Sums of float16 are carried into floats after every span. Those of some spans wait for it: then a row's floats stay in registers.
     template <int R> void block(int64_t row, const float16_t *w, Lanes *sums) const {
-        const int64_t span = span_of(matrix), spans = rows.stride / span, SOME = 24;  // spans are even in number, as K_PAD is two of them
+        const int64_t SOME = 24;
         const int S = R <= 3 ? 2 : 1;
         const float factor = matrix.factor / power;
         const float16_t *x = (const float16_t *)rows.halves + row * rows.stride;
         const float *scale = rows.scale + row * spans;
-        const bool shifts = bounded && largest_of(scale, R * spans) <= MOST_SCALE;
         float16x8_t memory[1 + SOME][R][2], (*made)[R][2] = memory + 1;
         for (int64_t begin = 0; begin < spans; begin += SOME) {
             const int64_t count = std::min(SOME, spans - begin);
