@@ -181,6 +181,17 @@ def test_scores_of_any_size_are_weighed(level: str) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("level", LEVELS)
+def test_values_of_any_size_are_summed(level: str, cache: str) -> None:
+    """Up to those of which a few pass the end of float16 together, as many and as few queries read them."""
+    with running(level) as library:
+        for size in (1e-3, 1e3, 1e4):
+            case = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
+            case.projected[:, -case.kv_heads :] *= np.float32(size)
+            check(case, library)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_not_finite_is_stored_and_read_as_such(level: str, cache: str) -> None:
     case = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
     case.projected[40, case.heads] = np.nan  # a key of the third row
