@@ -76,6 +76,7 @@ def test_the_hosts_part_of_a_step_is_measured_in_the_running_engine(run: Run, tm
     assert ET.parse(tmp_path / "b.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.soak
 def test_small_blocks_waste_nothing_and_find_everything(run: Run, tmp_path: Path) -> None:
     folder = story_folder(tmp_path / "stories")
     files = ("--json", str(tmp_path / "s.json"), "--picture", str(tmp_path / "s.svg"))

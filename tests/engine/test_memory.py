@@ -59,7 +59,7 @@ OF_TORCH = list(dict.fromkeys(("float32", machine.fast_dtype(None))))
 @pytest.mark.parametrize(
     ("dtype", "native", "quantization", "within"),
     [
-        ("bfloat16", True, "auto", 0.05), ("bfloat16", True, "int4", 0.10),
+        ("bfloat16", True, "auto", 0.05), pytest.param("bfloat16", True, "int4", 0.10, marks=pytest.mark.soak),
         *(pytest.param(dtype, native, kept, 0.05, marks=pytest.mark.soak)
           for dtype, native, kept in [*((dtype, False, "auto") for dtype in OF_TORCH),
                                       ("float16", True, "auto"), ("float32", True, "auto"), ("bfloat16", True, "none")]),

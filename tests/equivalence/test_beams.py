@@ -123,7 +123,7 @@ def test_answers_are_those_of_transformers(program: str, each: int, reference: R
         assert stats.prefix_hits > 0
 
 
-@pytest.mark.parametrize(("program", "each"), [*((program, 2) for program in PROGRAMS), GPU, *LONG])
+@pytest.mark.parametrize(("program", "each"), [*((program, 2) for program in PROGRAMS if program != "twins"), GPU, *LONG])
 def test_answers_are_the_same_after_preemptions(
     program: str, each: int, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,7 +150,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
         children = ForkingSubprocess(_fork_here())
         for parent in ("octavo.engine.supervisor", "octavo.server.siblings"):
             importlib.import_module(parent).subprocess = children  # type: ignore[attr-defined]
-    if module := re.match(r"[\w.]+$", words[0]) if first == "-m" else re.search(r"(?<=from )[\w.]+", words[0]) if first == "-c" else None:
+    named = {"-m": r"[\w.]+", "-c": r"(?<=from )[\w.]+"}.get(first)  # the module that is run, or the first that is imported
+    if named and (module := re.search(named, words[0])):
         ctypes.CDLL(None).prctl(PR_SET_NAME, module[0].encode(), 0, 0, 0)  # its first 15 characters
     if first == "-m":
         sys.argv = list(words)

@@ -64,7 +64,7 @@ def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput]
     [
         pytest.param("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 1, False, marks=pytest.mark.soak),
         ("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4, 1, True),  # heads of k and v twice
-        ("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3, 1, True),
+        pytest.param("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3, 1, True, marks=pytest.mark.soak),
         ("Qwen3ForCausalLM", {"layers": 5}, 1, 3, True),
         ("Qwen2ForCausalLM", {"tie": True}, 1, 2, False),  # both stages have the matrix of the vocabulary
         ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 2, True),
