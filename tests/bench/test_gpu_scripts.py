@@ -113,6 +113,7 @@ def test_the_loads_are_those_at_hand_and_blocks_hold_the_most(run: Run, tmp_path
 SHAPE = dict(loads.QWEN3_06B, num_hidden_layers=2, vocab_size=2000, bos_token_id=1, eos_token_id=2)
 
 
+@pytest.mark.soak
 def test_whole_engines_say_the_same_in_either_layout_and_without_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
