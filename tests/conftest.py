@@ -10,6 +10,7 @@ is no fault of the program, and one that is slow is slow again. Every second try
 import logging
 import os
 import signal
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -74,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if IN_CI and "torch" in sys.modules:  # the same numbers in whichever process and order tests run
+        sys.modules["torch"].default_generator.manual_seed(0)
     if item.get_closest_marker("gpu") is not None:
         import torch  # not before it is needed: most tests of policy do without
 
