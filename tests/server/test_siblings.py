@@ -32,14 +32,18 @@ while os.getppid() == parent:
     if beats:
         beats -= 1
         cells[-1] += 1
-    if beats or then == "hangs":
+    if then == "works":
+        worked = time.process_time() + 0.05
+        while time.process_time() < worked:
+            pass
+    elif beats or then == "hangs":
         time.sleep(0.01)
 """  # without imports of ours, so that it starts at once: the last cell of the last row is the one to beat
 
 
 class Parent:
     def __init__(self, beats: int, then: str, max_restarts: int) -> None:
-        """A sibling beats so often, and then hangs or spins."""
+        """A sibling beats so often, and then hangs or spins. One that works takes CPU time for every beat."""
         config = ServerConfig(api_processes=2, max_restarts=max_restarts)
         self._listener = socket.create_server(("127.0.0.1", 0))
         numbers = Numbers(shared_file(), 0, 2)
@@ -138,7 +142,7 @@ def busy_cpu(pid: int) -> Iterator[None]:
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell who waits for a CPU")
 def test_one_that_gets_no_cpu_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siblings, "SILENT_TICKS", 50)
-    with parent() as first:
+    with parent(then="works") as first:
         before, silent = first.until_ready(), 0
         with busy_cpu(before):
             deadline = time.monotonic() + 60
