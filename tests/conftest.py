@@ -7,6 +7,7 @@ A test that judges how long something takes, in processes that share the machine
 is no fault of the program, and one that is slow is slow again. Every second try is listed at the end.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,7 @@ TIMED = (
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # where a shell runs the suite in the background: Ctrl-C is tested, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # while tests are collected
 IN_CI = os.environ.get("CI") == "true"
 
 # In CI the same examples every time, so that a red run means a changed program; by hand, new ones on every run.
@@ -72,6 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.nodeid.startswith(TIMED):
                 item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector would take half a second each time to look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
