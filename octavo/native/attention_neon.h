@@ -234,7 +234,7 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
     for (; begin < task.end; begin += KEYS) {
         tile = next;
         find_tile(layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);
-        const bool many = queries.count >= MANY && dim <= MOST_SPANS * LANE_COUNT && lay_out(tile.keys, tile.values, dim, panels);
+        const bool many = queries.count >= MANY && dim <= MOST_SPANS * CHAIN && lay_out(tile.keys, tile.values, dim, panels);
         const int64_t at_once = many ? ROWS : QUERIES_AT_ONCE;
         for (int64_t i = 0; i < queries.count; i += at_once) {
             const int64_t rows = many ? at_once : std::min(at_once, queries.count - i);

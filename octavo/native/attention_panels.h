@@ -11,10 +11,10 @@ namespace octavo {
 namespace {
 
 const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
-const int64_t SCORE_CARRY = 16;  // the same for scores of panels: one dimension after the other, 32 would be off by more than in `score_keys`
+const int64_t CHAIN = 8;         // dimensions of scores that are added one after the other. More would be off by more than in `score_keys`
 const int64_t MANY = 24;         // queries that are worth the layout
 const int ROWS = 8;              // queries multiplied at once
-const int MOST_SPANS = 16;       // of the dimensions
+const int MOST_SPANS = 32;       // of CHAIN dimensions
 const float MOST_VALUE = 2016;   // of which 32 with weights up to 1 stay below float16's end, and what rounding adds
 
 struct PanelTile {               // 64 keys of one kv head
@@ -60,11 +60,24 @@ inline bool lay_out(const float16_t *const *keys, const float16_t *const *values
     return float(vmaxvq_f16(vaddq_f16(most, check))) <= MOST_VALUE;  // a NaN is not
 }
 
-// 8 rows of x times a panel: spans of it are summed in float16, and then in floats. add(row, sums) gets them
+// 8 rows of x times a panel. add(row, sums) gets the sums of its spans in float16, 2 * ROWS registers apart
 template <class Add> INLINE void multiply_panel(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, int64_t spans, Add add) {
     float16x8_t memory[1 + MOST_SPANS][ROWS][2];
     sum_eight_rows(w, x, stride, span, spans, memory);
-    for (int r = 0; r < ROWS; r++) add(r, [&](const Lanes &acc) { return carry_finite(memory[1][r], 2 * ROWS, spans, acc); });
+    for (int r = 0; r < ROWS; r++) add(r, memory[1][r]);
+}
+
+// An even number of sums of CHAIN dimensions, added in float16 up to CARRY dimensions, and then in floats.
+INLINE Lanes carry_chains(const float16x8_t *sums, int64_t count) {
+    auto pair = [&](int64_t i, int half) { return vaddq_f16(sums[i * 2 * ROWS + half], sums[(i + 1) * 2 * ROWS + half]); };
+    const int64_t fours = CARRY / CHAIN;  // 4
+    Lanes acc = zeros();
+    for (int64_t i = 0; i < count; i += fours) {
+        float16x8_t some[2] = {pair(i, 0), pair(i, 1)};
+        if (i + fours <= count) some[0] = vaddq_f16(some[0], pair(i + 2, 0)), some[1] = vaddq_f16(some[1], pair(i + 2, 1));
+        acc = carry_finite(some, 0, 1, acc);
+    }
+    return acc;
 }
 
 // 2^t for 16 numbers, as `power` has it, step by step for all: none waits for itself. Numbers of the polynomial are read again each
@@ -125,15 +138,16 @@ inline void attend_panels(const PanelTile &tile, const float16_t *q, int64_t dim
     int64_t first = KEYS, last = 0;  // keys that any of them sees
     for (int r = 0; r < ROWS; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
     for (int64_t j = first / P * P; j < last; j += P)
-        multiply_panel(tile.keys + j * dim, q, dim, SCORE_CARRY, dim / SCORE_CARRY, [&](int r, auto sum) {
-            store(sum(zeros()) * scale[r], scores[r] + j);
+        multiply_panel(tile.keys + j * dim, q, dim, CHAIN, dim / CHAIN, [&](int r, const float16x8_t *made) {
+            store(carry_chains(made, dim / CHAIN) * scale[r], scores[r] + j);
         });
     for (int r = 0; r < ROWS; r++) shrink[r] = weigh_halves(states[r], scores[r], low[r], high[r], cap, weights[r]);
     first = first / CARRY * CARRY, last = (last + CARRY - 1) / CARRY * CARRY;
+    const int64_t spans = (last - first) / CARRY;
     for (int64_t d = 0; d < dim && first < last; d += P)
-        multiply_panel(tile.values + d * KEYS + first * P, weights[0] + first, KEYS, CARRY, (last - first) / CARRY, [&](int r, auto sum) {
+        multiply_panel(tile.values + d * KEYS + first * P, weights[0] + first, KEYS, CARRY, spans, [&](int r, const float16x8_t *made) {
             float *to = sums + r * dim + d;
-            store(sum(load(to) * shrink[r]), to);
+            store(carry_finite(made, 2 * ROWS, spans, load(to) * shrink[r]), to);
         });
 }
 
