@@ -1,9 +1,10 @@
 // The instructions of the level i8mm, written out in those of neon, for measurements on a CPU that lacks them:
 //
-//     rm -r build/native; CXXFLAGS="-include $PWD/bench/i8mm_by_hand.h" make native      in a clone of its own
-//     .venv/bin/python bench/perplexity.py wikitext-2-raw-v1_test.txt --cpu-isa i8mm
+//     rm -r build/native octavo/native/liboctavo.so                                      in a clone of its own
+//     CXXFLAGS="-include $PWD/bench/i8mm_by_hand.h" make native
+//     .venv/bin/python bench/perplexity.py wikitext-2-raw-v1_test.txt --cpu-isa i8mm     and with --step 16
 //
-// The results are those of the real instructions, which add bfloat16 with rounding to odd. The speed is not.
+// Finite numbers give what the real instructions give, which add bfloat16 with rounding to odd. The speed is another.
 #pragma once
 #include <sys/auxv.h>
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC

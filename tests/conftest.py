@@ -40,7 +40,6 @@ TIMED = (
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # where a shell runs the suite in the background: Ctrl-C is tested, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-gc.disable()  # while tests are collected
 IN_CI = os.environ.get("CI") == "true"
 
 # In CI the same examples every time, so that a red run means a changed program; by hand, new ones on every run.
@@ -76,10 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.flaky(reruns=1))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector would take half a second each time to look at it."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays, so the garbage collector need not look at it: each time that would take it half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
