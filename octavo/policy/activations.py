@@ -14,7 +14,7 @@ from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, MLPShap
 
 FLOAT32 = 4
 # Bytes for each (row, token of the vocabulary) at the widest point of a top-p draw: logits 4, distances 4, those of the rows
-# that filter 4, their masses 8, which of them count 1, the same as integers 8, the product 8.
+# that filter 4, their masses 8, which of them count 1, the same as integers 8, the product 8. Logits of another type are held beside these.
 SAMPLER_BYTES = 37
 CHOICE_BYTES = 20  # of an expert for a token: its number 8, its place in the order 8, its weight 4
 
@@ -23,7 +23,8 @@ def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: Step
     """Returns the bytes that a step holds at once. `dtype`: of the run; `cache_dtype`: of the cache"""
     logits = load.rows * model.vocab_size
     product = _product_bytes(model, ITEM_BYTES[dtype], load) if arm else 0
-    return max(max(_forward_bytes(model, dtype, cache_dtype, load), product) + FLOAT32 * logits, SAMPLER_BYTES * logits)
+    sampler = SAMPLER_BYTES + (0 if dtype == "float32" else ITEM_BYTES[dtype])
+    return max(max(_forward_bytes(model, dtype, cache_dtype, load), product) + FLOAT32 * logits, sampler * logits)
 
 
 def _product_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:

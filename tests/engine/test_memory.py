@@ -6,6 +6,7 @@ import resource
 import weakref
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -330,8 +331,7 @@ def peak_bytes(run: Any) -> int:
     return most
 
 
-@pytest.mark.parametrize("dtype", OF_TORCH)
-@pytest.mark.parametrize("largest", STEPS)
+@pytest.mark.parametrize(("largest", "dtype"), dict.fromkeys([*product(STEPS, OF_TORCH), ("the sampler", "bfloat16")]))
 def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, requests, prompt, tokens, step, sampling = STEPS[largest]
     cache: Any = "int8" if largest == "gathered codes" else "auto"
