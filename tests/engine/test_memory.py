@@ -274,7 +274,7 @@ LARGER = {"hidden_size": 1024, "num_hidden_layers": 8}
 @pytest.mark.parametrize(
     ("config", "native"),
     [
-        pytest.param(MIXTURE, True, id="mixture"), pytest.param(GEMMA, True, id="two groups"),
+        pytest.param(MIXTURE, True, id="mixture"), pytest.param(GEMMA, True, id="two groups", marks=pytest.mark.soak),
         pytest.param(MIXTURE, False, id="mixture in torch", marks=pytest.mark.soak),
         pytest.param(GEMMA, False, id="two groups in torch", marks=pytest.mark.soak),
         pytest.param(MIXTURE | LARGER, True, id="larger mixture", marks=pytest.mark.soak),

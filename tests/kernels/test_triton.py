@@ -39,6 +39,7 @@ def script(name: str, *arguments: str) -> str:
     return python("-c", code + f"runpy.run_path('bench/{name}.py', run_name='__main__')", TRITON_INTERPRET="1")
 
 
+@pytest.mark.soak
 def test_the_script_that_times_them_runs_through() -> None:
     said = script("gpu_kernels", "--tiny")
     assert said.count(" ok ") == 17 and "all agree with their twins" in said
