@@ -243,6 +243,68 @@ void run_attend(Case &one) {
     judge(one, one.title, results);
 }
 
+using Rows = std::vector<float>;
+
+Rows product(const Matrix &matrix, const Rows &x, int64_t tokens) {
+    Rows y(x.size() / size_t(matrix.k) * size_t(matrix.n));
+    octavo_matmul(&matrix, x.data(), y.data(), int64_t(x.size()) / matrix.k, tokens);
+    return y;
+}
+
+// What a step must give, bit for bit: its parts called one after the other, which have cases of their own.
+struct Parts {
+    Decoder decoder;
+    const Model &model = decoder.model;
+    int64_t tokens = decoder.step.num_tokens;
+    Rows stream, added, normed, hidden, logits;
+
+    explicit Parts(Case &one) : decoder(one), stream(one.must("embedded").as<float>(), one.must("embedded").as<float>() + one.must("embedded").count()) {
+        normed.resize(stream.size());
+        for (int i = 0; i < model.num_layers; i++) {
+            const Layer &layer = model.layers[i];
+            add(layer.attention_norm);
+            Rows qkv = product(layer.qkv, normed, tokens), attended(size_t(tokens * layer.heads * layer.head_dim));
+            octavo_write(&model, i, &decoder.step, qkv.data());
+            octavo_attend(&model, i, &decoder.step, qkv.data(), attended.data());
+            settle(layer, product(layer.output, attended, tokens), layer.attention_after_norm);
+            add(layer.mlp_norm);
+            settle(layer, mlp(layer), layer.mlp_after_norm);
+        }
+        add(model.norm);
+        hidden = normed;
+        Rows sampled;
+        for (int i = 0; i < decoder.step.num_samples; i++) {
+            auto row = hidden.begin() + decoder.step.sample_index[i] * model.hidden;
+            sampled.insert(sampled.end(), row, row + model.hidden);
+        }
+        logits = product(model.head, sampled, tokens);
+        octavo_cap_logits(&model, logits.data(), int64_t(logits.size()));
+    }
+
+private:
+    void norm(Rows &rows, const Rows &more, const float *weight, Rows &y) {
+        octavo_add_rms_norm(rows.data(), more.empty() ? nullptr : more.data(), weight, model.eps, y.data(), tokens, model.hidden);
+    }
+    void add(const float *weight) { norm(stream, added, weight, normed); }
+    void settle(const Layer &layer, Rows rows, const float *weight) {
+        if (weight) norm(rows, {}, weight, rows);
+        if (layer.residual_scale != 1)
+            for (float &number : rows) number *= layer.residual_scale;
+        added = std::move(rows);
+    }
+    Rows mlp(const Layer &layer) {
+        Rows y(layer.mixture ? normed.size() : size_t(tokens * layer.gate_up.n / 2));
+        if (layer.mixture) octavo_mix(layer.mixture, layer.activation, normed.data(), y.data(), tokens);
+        else octavo_gate_up(&layer.gate_up, layer.activation, normed.data(), y.data(), tokens, tokens);
+        return layer.mixture ? y : product(layer.down, y, tokens);
+    }
+};
+
+Expected bits(const std::string &result, const Rows &rows) {
+    const char *begin = reinterpret_cast<const char *>(rows.data());
+    return {result, "parts", "exact", "any", 0, {"f4", {int64_t(rows.size())}, {begin, begin + rows.size() * sizeof(float)}}};
+}
+
 void run_step(Case &one) {
     Decoder decoder(one);
     size_t tokens = size_t(decoder.step.num_tokens), samples = size_t(decoder.step.num_samples);
@@ -252,7 +314,11 @@ void run_step(Case &one) {
     decoder.step.hidden = results.at("hidden").as<float>(), decoder.step.logits = results.at("logits").as<float>();
     decoder.step.best = results.at("best").as<int64_t>();
     octavo_step(&decoder.model, &decoder.step);
-    judge(one, one.title, results);
+    if (!one.expected.empty()) judge(one, one.title, results);
+    if (!one.find("embedded")) return;
+    Parts parts(one);
+    Case by_parts{one.kernel, one.title, {}, {}, {bits("hidden", parts.hidden), bits("logits", parts.logits)}};
+    judge(by_parts, one.title + ", by its parts", results);
 }
 
 void run_draw(Case &one) {

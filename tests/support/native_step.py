@@ -169,7 +169,7 @@ class Run:
 
     def by_parts(self) -> None:
         library, decoder, tokens = self.decoder.library, self.decoder, len(self.ids)
-        stream, added, normed = self._embedded(), None, np.empty((tokens, HIDDEN), np.float32)
+        stream, added, normed = self.embedded(), None, np.empty((tokens, HIDDEN), np.float32)
 
         def norm(rows: Floats, more: Floats | None, weight: Floats | None, y: Floats) -> Floats:
             library.call.octavo_add_rms_norm(address(rows), address(more), address(weight), 1e-6, address(y), tokens, HIDDEN)
@@ -199,7 +199,7 @@ class Run:
 
     def by_twins(self, multiply: Multiply) -> None:
         """The same without a library: torch and numpy. multiply(weights, x, rows): the product, in the form that is tried."""
-        decoder, shape, stream, tokens = self.decoder, self.decoder.shape, self._embedded(), len(self.ids)
+        decoder, shape, stream, tokens = self.decoder, self.decoder.shape, self.embedded(), len(self.ids)
 
         def norm(x: Floats, weight: Floats | None) -> Floats:
             return x if weight is None else rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-6).numpy()
@@ -222,7 +222,7 @@ class Run:
         self.logits[:] = shape.logit_cap * np.tanh(logits / shape.logit_cap) if shape.logit_cap else logits
         self.best[:] = self.logits.argmax(1)
 
-    def _embedded(self) -> Floats:
+    def embedded(self) -> Floats:
         decoder = self.decoder
         kind, exact = decoder.embed_kind, decoder.table
         if kind == Q8:
