@@ -30,7 +30,7 @@ ASKS: list[dict[str, Any]] = [
     {"temperature": 0.8, "allowed_token_ids": list(range(100)), "min_tokens": 4},
 ]  # fmt: skip
 SIZE, ROWS, BATCHED = 16, 12, 64
-REQUESTS, BLOCKS, EVERY = 40, 40, 3  # one comes every so many steps
+BLOCKS, EVERY = 40, 3  # one comes every so many steps
 ABORTED = 9  # of ten, the last, some steps after it came
 
 
@@ -45,10 +45,11 @@ class Heard:
 
 
 def requests(place: Place) -> list[AddRequest]:
+    """On the twins each kind comes twice."""
     rng, vocab = Random(11), vocabulary(place)
     prefix = [rng.randrange(vocab) for _ in range(4 * SIZE)]
     made = []
-    for number in range(REQUESTS):
+    for number in range((4 if place == "cuda" else 2) * len(ASKS)):
         own = [rng.randrange(vocab) for _ in range(rng.choice([1, 5, SIZE - 1, SIZE, 40, 150]))]  # the longest take three steps
         shared = prefix[: rng.choice([0, 20, 3 * SIZE, 4 * SIZE])]
         params = SamplingParams(**ASKS[number % len(ASKS)], max_tokens=rng.randint(8, 60), ignore_eos=True, detokenize=False)
@@ -60,10 +61,11 @@ def serve(llm: LLM, place: Place) -> dict[tuple[str, int], Heard]:
     core: Any = llm._core  # type: ignore[attr-defined]
     heard: dict[tuple[str, int], Heard] = defaultdict(Heard)
     waiting = requests(place)
+    last = len(waiting) - 5
     while waiting or core.has_work:
         if waiting and core.scheduler.step % EVERY == 0:
             core.add(waiting.pop(0))
-        late = REQUESTS - len(waiting) - 5
+        late = last - len(waiting)
         news = core.abort(str(late)) if late >= 0 and late % len(ASKS) == ABORTED else []
         for delta in [*news, *core.step()]:
             one = heard[delta.request_id, delta.index]
@@ -75,7 +77,7 @@ def serve(llm: LLM, place: Place) -> dict[tuple[str, int], Heard]:
     return heard
 
 
-def assert_all_happened_and_nothing_is_held(llm: LLM, heard: dict[tuple[str, int], Heard]) -> None:
+def assert_all_happened_and_nothing_is_held(llm: LLM, place: Place, heard: dict[tuple[str, int], Heard]) -> None:
     scheduler: Any = llm._core.scheduler  # type: ignore[attr-defined]
     invariants.check(scheduler)
     pool, stats = scheduler.kv.pool, llm.stats()
@@ -84,7 +86,7 @@ def assert_all_happened_and_nothing_is_held(llm: LLM, heard: dict[tuple[str, int
     reasons = {reason for one in heard.values() for reason, _, _ in one.ends}  # type: ignore[misc]
     assert reasons == {"length", "stop", "abort"} and all(len(one.ends) == 1 for one in heard.values())
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and pool.counts.evicted > 0
-    assert len(heard) == sum(request.params.n for request in requests("cpu"))
+    assert len(heard) == sum(request.params.n for request in requests(place))
     assert sum(len(one.logprobs) for one in heard.values()) > 100 and sum(len(one.prompt_logprobs) for one in heard.values()) > 100
 
 
@@ -94,7 +96,7 @@ def run(folder: Path, place: Place, dtype: Any, **settings: Any) -> dict[tuple[s
         max_num_seqs=ROWS, max_num_batched_tokens=BATCHED, pipeline_depth=2, **settings,
     ) as llm:  # fmt: skip
         heard = serve(llm, place)
-        assert_all_happened_and_nothing_is_held(llm, heard)
+        assert_all_happened_and_nothing_is_held(llm, place, heard)
         return heard
 
 

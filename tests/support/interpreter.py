@@ -3,8 +3,8 @@
 It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, as it does to 8-bit floats,
 and its dot multiplies the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices
 in a way that numpy no longer allows. And it is slow: whenever a function is called it looks through the whole language for what is
-to be replaced, for each operation it makes a table of all types, for each value it describes its shape anew, and each number that
-meets a block is copied to the block's shape.
+to be replaced, for each operation it makes a table of all types, for each value it describes its shape anew and looks whether its bits
+fit, for each argument it asks four times what it is, and each number that meets a block is copied to the block's shape.
 """
 
 from functools import cache
@@ -61,6 +61,9 @@ def mend() -> None:
     interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else numbers(kind.scalar)
     _describe_shapes_once()
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computed in 64 bits, and looked at by `debug` alone
+    TensorHandle.__post_init__ = lambda self: None
+    unwrap, wrapped = core._unwrap_if_constexpr, (list, tuple, core.tuple, core.constexpr)
+    core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, wrapped) else value
 
 
 def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -101,7 +104,8 @@ def _describe_shapes_once() -> None:
         self.shape, self.numel = wrapped(type.sizes if type.is_block() else ())
 
     def spread(value: Any, sizes: tuple[int, ...]) -> Any:
-        handle = TensorHandle(np.broadcast_to(value.handle.data, sizes), value.handle.dtype)
+        one = value.handle.data
+        handle = TensorHandle(np.ndarray(sizes, one.dtype, one, strides=(0,) * len(sizes)), value.handle.dtype)
         return core.tensor(handle, core.block_type(value.dtype, sizes))
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
