@@ -9,6 +9,7 @@ runs one after the other. The roofline is measured before and after.
 
 import argparse
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -145,7 +146,8 @@ def _say(args: argparse.Namespace, source: ModelSource, done: Comparison, engine
     blocks.append(report.figures_table({labels[name]: samples for name, samples in done.samples.items()}, failed))
     for variant in [name for name in done.samples if name.startswith("octavo-") and done.before]:
         ours = {labels[name]: before if variant == first else done.samples[variant] for name, before in done.before.items()}
-        blocks.append(report.ratios_table(labels[variant], ours, {labels[name]: done.samples[name] for name in done.before}))
+        theirs = {labels[name]: done.samples[name] for name in done.before}
+        blocks.append(report.ratios_table(labels[variant], platform.machine(), ours, theirs))
     if limits:
         blocks.append("roofline, before and after (least to most):\n" + roofline.report(limits))
         blocks += shares(source, report.medians(done.samples.get(first, [])), limits)

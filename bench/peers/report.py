@@ -16,7 +16,10 @@ COLUMNS = {
     "memory": "peak memory, all loads, MiB",
 }
 LESS_IS_BETTER = frozenset({"first_token", "memory_single", "memory"})
-AIMS = {"single": 1.2, "prefill": 1.5, "batch32": 2.3, "shared32": 2.1}  # against the best peer of the same run
+AIMS = {  # against the best peer of the same run
+    "x86_64": {"single": 1.2, "prefill": 1.5, "batch32": 2.3, "shared32": 2.1},
+    "aarch64": {"single": 1.1, "prefill": 1.5, "batch32": 2.5, "shared32": 4.0},
+}
 NONE = "-"
 
 
@@ -48,15 +51,16 @@ def figures_table(samples: Mapping[str, Sequence[Sample]], failed: Mapping[str, 
     return markdown(["", *COLUMNS.values()], rows)
 
 
-def ratios_table(name: str, ours: Mapping[str, Sequence[Sample]], peers: Mapping[str, Sequence[Sample]]) -> str:
-    """`ours`: for each peer, the samples of ours that ran right before the peer's; then the best of each column, and the aim."""
+def ratios_table(name: str, machine: str, ours: Mapping[str, Sequence[Sample]], peers: Mapping[str, Sequence[Sample]]) -> str:
+    """`ours`: for each peer, the samples of ours that ran right before the peer's; then the best of each column, and the machine's aim."""
+    wanted = AIMS.get(machine, {})
     rows = [[f"against {peer}", *(_times(ratio(ours[peer], theirs, column)) for column in COLUMNS)] for peer, theirs in peers.items()]
     against_best, aims = [], []
     for column in COLUMNS:
         peer = best(peers, column)
         found = None if peer is None else ratio(ours[peer], peers[peer], column)
         against_best.append(NONE if found is None else f"**{_times(found)}** ({peer})")
-        aims.append(f"{AIMS[column]}x" + _verdict(found, AIMS[column]) if column in AIMS else NONE)
+        aims.append(f"{wanted[column]}x" + _verdict(found, wanted[column]) if column in wanted else NONE)
     return markdown([name, *COLUMNS.values()], [*rows, ["against the best", *against_best], ["aim", *aims]])
 
 

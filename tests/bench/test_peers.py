@@ -69,13 +69,15 @@ def test_the_tables_of_a_comparison() -> None:
         ["slow", "20", "9", "10"],
         ["absent", "it did not install", "-", "-"],
     ]
-    _, _, *rows = cells(report.ratios_table("Octavo", {"quick": ours, "slow": ours}, {"quick": quick, "slow": slow}))
+    compared = {"quick": ours, "slow": ours}, {"quick": quick, "slow": slow}
+    _, _, *rows = cells(report.ratios_table("Octavo", "x86_64", *compared))
     assert [row[:3] + row[5:6] for row in rows] == [
         ["against quick", "1.00x", "-", "0.33x"],  # of pairs that ran together: 2, 1 and 1, not 190 / 100
         ["against slow", "9.50x", "-", "6.67x"],
         ["against the best", "**1.00x** (quick)", "-", "**0.33x** (quick)"],
         ["aim", "1.2x, missed", "1.5x", "-"],
     ]
+    assert cells(report.ratios_table("Octavo", "aarch64", *compared))[-1][:3] == ["aim", "1.1x, missed", "1.5x"]
 
 
 def test_the_roofline_is_read_and_shared_out() -> None:
