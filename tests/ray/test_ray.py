@@ -32,7 +32,17 @@ from tests.engine.test_replicas import questions, samples
 from tests.server.test_replica_storm import survives
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, tokens, until
 from tests.support.models import tiny_model
-from tests.support.ray_nodes import NEEDS_RAY, engine_actors, engines_on_nodes, node, nodes_of_engines, processes_of, three_nodes
+from tests.support.ray_nodes import (
+    NEEDS_RAY,
+    engine_actors,
+    engines_on_nodes,
+    node,
+    node_of_rank,
+    nodes_of_engines,
+    processes_of,
+    rank_actors,
+    three_nodes,
+)
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
@@ -76,19 +86,6 @@ def texts(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-def actors() -> set[int]:
-    """The processes of ranks on any node."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            named = path.read_bytes().startswith(b"ray::RankActor")
-        except OSError:
-            continue
-        if named:
-            found.add(int(path.parent.name))
-    return found
-
-
 def gone(holds: Callable[[], object], seconds: float = 20) -> None:
     start = time.monotonic()
     while holds():
@@ -117,16 +114,16 @@ def test_ranks_on_different_nodes_say_together_what_one_says(split: dict[str, in
         executor: Any = llm._core.executor  # type: ignore[attr-defined]
         nodes = executor._meeting._cluster.nodes
         assert len(nodes) == ranks and len(set(nodes)) == min(ranks, 3) and nodes[0] != nodes[1]
-        assert len(actors()) == ranks - 1 and executor.ranks.rooms.keys() == set(range(1, ranks))
+        assert len(rank_actors()) == ranks - 1 and executor.ranks.rooms.keys() == set(range(1, ranks))
         assert texts(llm) == alone
-    gone(actors)
+    gone(rank_actors)
     assert os.sched_getaffinity(0) == cpus
 
 
 def test_a_rank_that_is_killed_ends_the_engine_with_its_name(cluster: Any, folder: Path) -> None:
     llm = opened(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
     llm.generate(PROMPTS[:1], LONG, use_tqdm=False)
-    (pid,) = actors()
+    (pid,) = rank_actors()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankLost, match=r"rank [01] "):
         for _ in range(2):
@@ -137,7 +134,7 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_name(cluster: Any, folde
     assert str(peer.why()).startswith(f"rank 1 on {cluster.address.partition(':')[0]} is gone: ")
     assert "\n" not in str(peer.why())
     llm.close()
-    gone(actors)
+    gone(rank_actors)
 
 
 def test_a_rank_that_finds_no_model_names_itself_and_its_node(cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +146,13 @@ def test_a_rank_that_finds_no_model_names_itself_and_its_node(cluster: Any, fold
     monkeypatch.setattr(ray_ranks.RayPeer, "__init__", elsewhere)
     with pytest.raises(LoadError, match=r"^rank 1 on \S+: /nowhere/model.*$"):
         opened(folder, tensor_parallel_size=2, distributed_executor_backend="ray")
-    gone(actors)
+    gone(rank_actors)
 
 
 def refused(folder: Path, **settings: Any) -> str:
     with pytest.raises(ConfigError) as error:
         opened(folder, distributed_executor_backend="ray", **({"tensor_parallel_size": 2} | settings))
-    assert not actors()
+    assert not rank_actors()
     return str(error.value)
 
 
@@ -207,18 +204,6 @@ def test_the_log_tells_what_listens_and_what_protects_it() -> None:
     assert "Ray asks for a token" in ports_line("10.0.0.1:6379", [node], token=True)
 
 
-def node_of_rank(cluster: Any, rank: int) -> Any:
-    """The node on which Ray has placed a rank of the engine that runs."""
-    import ray
-
-    ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
-    try:
-        groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
-        return next(node for node in cluster.list_all_nodes() if node.node_id == groups[-1]["bundles_to_node_id"][rank])
-    finally:
-        ray.shutdown()
-
-
 # promise: distributed-executor-backend
 def test_a_node_that_dies_ends_open_requests_and_the_engine_serves_again_on_another(cluster: Any, folder: Path) -> None:
     config = EngineConfig(
@@ -243,7 +228,7 @@ def test_a_node_that_dies_ends_open_requests_and_the_engine_serves_again_on_anot
             assert await tokens(llm, ask([1, 2, 3], 20, temperature=0)) == calm
             print(f"requests failed {told:.1f} s after the node, served again after {time.monotonic() - killed:.1f} s")
             assert await asyncio.to_thread(node_of_rank, cluster, 1) is not node
-            left = actors()
+            left = rank_actors()
             assert len(left) == 1 and llm.engine_pid is not None
             os.kill(llm.engine_pid, signal.SIGKILL)  # nothing outlives its parent
             await until(lambda: not any(map(exists, left)), 20, "the ranks of a killed engine are gone")
@@ -251,7 +236,7 @@ def test_a_node_that_dies_ends_open_requests_and_the_engine_serves_again_on_anot
             await llm.close()
 
     asyncio.run(asyncio.wait_for(work(), 3 * AGAIN_SECONDS))
-    gone(actors)
+    gone(rank_actors)
 
 
 def test_ray_is_not_imported_where_it_is_not_asked_for() -> None:

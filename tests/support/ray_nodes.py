@@ -39,16 +39,31 @@ def three_nodes(cpus: int) -> Iterator[Any]:
 
 def nodes_of_engines(cluster: Any) -> dict[int, Any]:
     """Returns the node of each engine of the server that runs, by its number."""
+    nodes = {node.node_id: node for node in cluster.list_all_nodes()}
+    found = {int(group["name"].rpartition("/")[2]): group["bundles_to_node_id"][0] for group in _groups(cluster) if "/" in group["name"]}
+    return {number: nodes[node] for number, node in found.items() if node in nodes}
+
+
+def node_of_rank(cluster: Any, rank: int) -> Any:
+    """Returns the node on which Ray has placed a rank of the engine that runs."""
+    placed = _groups(cluster)[-1]["bundles_to_node_id"][rank]
+    return next(node for node in cluster.list_all_nodes() if node.node_id == placed)
+
+
+def _groups(cluster: Any) -> list[dict[str, Any]]:
+    """Returns what Ray has placed, and where."""
     import ray
 
     ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
     try:
-        groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+        return [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
     finally:
         ray.shutdown()
-    nodes = {node.node_id: node for node in cluster.list_all_nodes()}
-    found = {int(group["name"].rpartition("/")[2]): group["bundles_to_node_id"][0] for group in groups if "/" in group["name"]}
-    return {number: nodes[node] for number, node in found.items() if node in nodes}
+
+
+def rank_actors() -> set[int]:
+    """Returns the processes of actors that are ranks, on any node."""
+    return {pid for pid, line in _commands() if line.startswith(b"ray::RankActor")}
 
 
 def engine_actors() -> set[int]:
