@@ -21,10 +21,10 @@ def machine_path_offences(name: str, text: str) -> list[str]:
 
 
 def decision_offences(text: str) -> list[str]:
-    """Every `## ` entry is numbered in order and has exactly the three lines."""
+    """Every `## ` entry is numbered in order and has exactly the three lines. A `# ` line begins a part."""
     offences = []
     for number, entry in enumerate(re.split(r"^## ", text, flags=re.MULTILINE)[1:], 1):
-        title, *lines = [line for line in entry.splitlines() if line.strip()]
+        title, *lines = [line for line in entry.splitlines() if line.strip() and not line.startswith("# ")]
         if not title.startswith(f"{number}. "):
             offences.append(f"{title!r} should be number {number}")
         if len(lines) != len(PARTS) or any(not line.startswith(part) for line, part in zip(lines, PARTS)):
