@@ -1,1 +1,1 @@
-"""The engine room: the step loop, its clients, and the text side of outputs."""
+"""The engine: the step loop, its clients, and the text side of outputs."""

@@ -1,4 +1,4 @@
-"""What a call of `LLM` has for its prompts: one value for all of them, or one for each. A refusal names the prompt."""
+"""Arguments of a call of `LLM`: one value for all prompts, or one per prompt. Errors name the prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from typing import TypeVar
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 
-Encoded = tuple[str | None, list[int]]  # a prompt's text, where it has one, and its ids
+Encoded = tuple[str | None, list[int]]  # a prompt's text, if it has one, and its ids
 Item = TypeVar("Item")
 
 
 @contextmanager
 def prompt_named(index: int) -> Iterator[None]:
-    """A context that adds the prompt's `index` to a refusal."""
+    """Returns a context that adds the prompt's `index` to an error."""
     try:
         yield
     except RequestError as error:

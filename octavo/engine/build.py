@@ -1,7 +1,7 @@
 """Puts an engine together: a runner, the policy around it, and the step loop.
 
-    model      the worker settles facts, loads weights and warms up; torch is imported here and nowhere before
-    FakeKV     a pool planned as for the model, no weights and no torch (`OCTAVO_DEBUG=runner=fake`)
+    model      the worker resolves the runtime config, loads weights and warms up; torch is imported here and nowhere earlier
+    FakeKV     a pool planned as for the model, without weights and torch (`OCTAVO_DEBUG=runner=fake`)
 """
 
 import json
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an engine has in common with others."""
+    """What an engine shares with the other engines of a server."""
 
-    engines: int = 1  # that share the host's memory
-    digest_key: bytes = b""  # of the digests of blocks; empty: each engine has its own
-    weights: bytes = b""  # what identifies the weights that all must have; empty: any
-    clock_ahead: float = 0.0  # seconds by which the clock of those who ask is ahead of this host's
+    engines: int = 1  # engines that share the host's memory
+    digest_key: bytes = b""  # key of the block digests; empty: each engine has its own
+    weights: bytes = b""  # identifies the weights that all engines must have; empty: any
+    clock_ahead: float = 0.0  # seconds by which the clients' clock is ahead of this host's
 
     def check_weights(self, facts: "Facts") -> None:
         if self.weights and facts.fingerprint() != self.weights:
             raise LoadError(f"{facts.source.path}: holds other weights than engine 0 found there")
 
     def clock(self) -> Callable[[], float]:
-        """Returns the clock of records about requests, which those who ask compare with their own."""
+        """Returns the clock for request records, which clients compare with their own clock."""
         ahead = self.clock_ahead
         return (lambda: time.monotonic() + ahead) if ahead else time.monotonic
 
@@ -72,16 +72,16 @@ GiveTokenizer = Callable[[], Tokenizer]
 
 @dataclass(slots=True)
 class Started:
-    """A runner that is ready, and the facts about it that the policy needs."""
+    """A runner that is ready, and what the policy needs to know about it."""
 
     config: ResolvedConfig
     executor: Executor
     geometry: CacheGeometry
-    identity: bytes  # two caches hold the same bytes for the same tokens only where this is equal
-    key: bytes  # of the digests
+    identity: bytes  # two caches hold the same bytes for the same tokens only if their identities are equal
+    key: bytes  # key of the digests
     on_event: OnEvent | None = None
     roster: Roster = field(default_factory=Roster)
-    weights: bytes = b""  # what identifies them; empty: there are none
+    weights: bytes = b""  # identifies the weights; empty: there are none
 
 
 def build_engine(
@@ -90,8 +90,8 @@ def build_engine(
 ) -> EngineCore:  # fmt: skip
     """Returns an engine that is ready. Its trace is opened before anything is loaded.
 
-    `tokenizer` is called when the first request with a grammar comes; without it, such requests are refused.
-    `epoch` counts the starts of this engine. `on_lost` is called, in another thread, when the engine lost a rank and cannot go on.
+        `tokenizer` is called when the first request with a grammar arrives; without it, such requests are refused.
+        `epoch` counts the starts of this engine. `on_lost` is called in another thread if the engine loses a rank and cannot continue.
     """
     trace = open_trace(config.trace, goes_on=epoch > 1)
     fake = debug.runner == "fake"
@@ -139,7 +139,7 @@ def open_ranks(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
     on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False, share: Share = ALL,
 ) -> "tuple[Facts, RankedRunner]":  # fmt: skip
-    """Returns a runner of all ranks that is ready. `verify`: every rank proves its steps"""
+    """Returns a ready runner of all ranks. `verify`: every rank verifies its steps."""
     from octavo.worker.build import build_proven
     from octavo.worker.facts import settle
     from octavo.worker.ranks import with_ranks
@@ -182,14 +182,14 @@ def _meeting(config: EngineConfig, debug: Debug) -> "Meeting":
 def started(
     facts: "Facts", geometry: CacheGeometry, executor: Executor, on_event: OnEvent | None = None, share: Share = ALL
 ) -> Started:
-    """Returns what the policy needs of a runner. `on_event`: called with everything that happens to a block."""
+    """Returns what the policy needs to know about a runner. `on_event` is called with every event of a block."""
     key = share.digest_key or secrets.token_bytes(32)
     weights = facts.fingerprint()
     return Started(facts.config, executor, geometry, _identity(facts, geometry, weights), key, on_event, weights=weights)
 
 
 def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
-    """Returns what identifies the bytes of a cache: everything that changes them is in it."""
+    """Returns the identity of the cache: it contains everything that changes the cached bytes."""
     config = facts.config
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
     numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size} {config.expert_ranks}"
@@ -199,7 +199,7 @@ def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
 
 
 def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
-    """Returns a function for debug mode that fills a block with NaN when it is handed out."""
+    """Returns a function for debug mode that fills a block with NaN when it is allocated."""
     from octavo.worker.kv_store import PagedStore, poison
 
     if not isinstance(runner.store, PagedStore):
@@ -226,7 +226,7 @@ def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, d
 def assemble(
     started: Started, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, clock: Callable[[], float] = time.monotonic
 ) -> EngineCore:
-    """Builds pool, manager, scheduler and core around a runner that is ready."""
+    """Builds the pool, KV manager, scheduler and step loop around a ready runner."""
     config, geometry = started.config, started.geometry
     kv = KVManager(
         BlockPool(geometry.num_blocks, started.on_event),

@@ -4,9 +4,9 @@
     depth 2    schedule k   forward k   result k-1   update k-1   fill masks k   sample k
     2 stages   schedule k   forward k   fill masks k   sample k   result k-1   update k-1
 
-At depth 2 the result of a step is taken in only after the next one was launched, so the host plans while the device works. Masks
-of grammars are filled when every token before theirs is known, while the forward runs. Where the layers are dealt over stages of a
-pipeline, as many plans are in flight as there are stages, and no sequence is in two of them.
+At depth 2 the result of a step is processed only after the next step was launched, so the host plans while the device computes.
+Grammar masks are filled when every token before them is known, while the forward runs. With pipeline parallelism, as many plans
+are in flight as there are stages, and no sequence is in two of them.
 """
 
 from collections import deque
@@ -28,13 +28,13 @@ class EngineCore:
         self.executor = executor
         self.trace: Trace = NoTrace()
         self.roster = Roster()
-        self.weights = b""  # what identifies them; empty: there are none
+        self.weights = b""  # identifies the weights; empty: there are none
         self.grammars = grammars or Grammars(None, 0, ())
         self._stages = scheduler.stages
         self._depth = depth if self._stages == 1 else 1
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
-        self._news: list[Delta] = []  # not yet given out
+        self._news: list[Delta] = []  # not returned yet
 
     @property
     def has_work(self) -> bool:
@@ -52,12 +52,12 @@ class EngineCore:
         return ended
 
     def unpin(self, pin_id: str) -> None:
-        """Ends a pinned prefix. Requests that still compute it end with the next step's news."""
+        """Ends a pinned prefix. Requests that still compute it end with the updates of the next step."""
         for request_id in self.scheduler.pins.release(pin_id):
             self._news += self.abort(request_id)
 
     def step(self) -> list[Delta]:
-        """Makes one step and returns its news. The news of a step that raised come with the next one."""
+        """Runs one step and returns its updates. If a step raises, its updates are returned by the next step."""
         self._news += self.grammars.collect(self.scheduler)
         if not self._launched and self.grammars.must_wait(self.scheduler):
             self.grammars.nap()
@@ -82,7 +82,7 @@ class EngineCore:
         except RankLost as error:
             self._lose(plan, error)
             raise
-        except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
+        except BaseException as error:  # also Ctrl-C: the plan was not carried out, so its requests end here
             self._settle(0)
             if isinstance(error, VerifyError) or not isinstance(error, Exception):
                 self._take(self.scheduler.fail(plan, f"the step was cut short: {error!r}"))
@@ -101,12 +101,12 @@ class EngineCore:
 
     def close(self) -> None:
         try:
-            self.executor.stop()  # first: ranks that end tell their last steps
+            self.executor.stop()  # first, because ranks report their last steps when they end
         finally:
             self.trace.close()
 
     def _settle(self, kept: int) -> None:
-        """Takes the results of launched steps, the oldest first, until so many are left."""
+        """Processes the results of launched steps, oldest first, until only the given number is left."""
         while len(self._launched) > kept:
             plan, promise = self._launched.popleft()
             try:
@@ -116,14 +116,14 @@ class EngineCore:
             except RankLost as error:
                 self._lose(plan, error)
                 raise
-            except Exception as error:  # it failed after it was launched
+            except Exception as error:  # it failed after the launch
                 self._fail(plan, error)
             else:
                 self._take(self.scheduler.update(plan, result))
                 self.trace.mark("update")
 
     def _lose(self, plan: StepPlan, error: RankLost) -> None:
-        """The model is gone: this plan has no result, nor has any that is in flight."""
+        """Handles the loss of the model: neither this plan nor the plans in flight will have a result."""
         lost = [plan, *(launched for launched, _ in self._launched)]
         self._launched.clear()
         for each in lost:

@@ -1,14 +1,14 @@
-"""Grammars of requests: compiled while the request waits, advanced by what was sampled, and asked what may come next.
+"""Grammars of requests: compiled while the request waits, advanced by sampled tokens, and used to mask the next token.
 
-    add      the form is compiled in a thread; the request is held back, and others pass it
-    collect  compiled: it may run, each sample with a matcher of its own. Failed, or too late: it ends with an error
-    advance  tokens of an update go to the matchers; a text that is complete ends with "stop"
-    fill     masks of a plan's rows, while its forward runs; a row that nothing may follow ends with an error, its request alone
+    add      compiles the grammar in a thread; the request is held back meanwhile, and others pass it
+    collect  if compiled: the request may run, and each sample gets a matcher. If failed or too late: the request ends with an error
+    advance  passes the tokens of an update to the matchers; a text that is complete ends with "stop"
+    fill     fills the masks of a plan's rows while its forward runs; a row without a possible next token ends only its own request
 
-Matchers are state of the host: preemption leaves them as they are, and samples are forked before their first token, so that each
-starts with a copy of the compiled grammar, made when the sample's first mask is due. A grammar whose masks take too long fails at the
-first of them, for all samples. What is wrong with a form was found out at the door (the server's child, or `LLM`); here it is trusted.
-Only a request that asks for a grammar ever loads llguidance.
+Matchers are state of the host. Preemption does not change them. Samples are forked before their first token, and each starts with a
+copy of the compiled grammar, made when the sample's first mask is due. A grammar whose masks take too long fails at the first of
+them, for all samples. The frontend (the server's child process, or `LLM`) has already checked the grammar; here it is trusted.
+llguidance is loaded only when a request asks for a grammar.
 """
 
 import threading
@@ -36,15 +36,15 @@ from octavo.worker.executor import Masks
 if TYPE_CHECKING:
     from octavo.text.guidance import Guide, Matcher
 
-COMPILE_SECONDS = 30.0  # at most, the vocabulary included
+COMPILE_SECONDS = 30.0  # at most, including the vocabulary
 CACHE_BYTES = 64 * 2**20
-GRAMMAR_BYTES, BYTES_PER_CHAR = 128 * 2**10, 64  # what a compiled grammar takes, by its text
-TURN_SECONDS = 0.2  # of a step's masks; where they would take longer, samples take turns
-THREADS = 2  # so that a slow one does not hold up all
-STACK_BYTES = 64 * 2**20  # of these: the library recurses, and the text was tried with less
+GRAMMAR_BYTES, BYTES_PER_CHAR = 128 * 2**10, 64  # memory of a compiled grammar, estimated from its text
+TURN_SECONDS = 0.2  # for the masks of one step; if they would take longer, samples take turns
+THREADS = 2  # so that a slow grammar does not hold up all others
+STACK_BYTES = 64 * 2**20  # of these threads: the library recurses, and the frontend checked the text with a smaller stack
 NAP_SECONDS = 0.01
 CODE = "grammar_error"
-BUSY = "grammar_busy"  # no fault of the grammar: whoever asks again may be served
+BUSY = "grammar_busy"  # not the grammar's fault: a retry may succeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Guided:
-    """A request under a grammar that is compiled."""
+    """A request whose grammar is compiled."""
 
     compiled: "Matcher"
-    samples: "dict[int, Matcher]" = field(default_factory=dict)  # index -> that of a sample which has begun
+    samples: "dict[int, Matcher]" = field(default_factory=dict)  # index -> matcher of a sample that has begun
 
     def matcher(self, index: int) -> "Matcher":
         if index not in self.samples:
@@ -68,16 +68,16 @@ class _Guided:
 
 class Grammars:
     def __init__(self, tokenizer: Callable[[], Tokenizer] | None, vocab_size: int, end_ids: Collection[int], late: bool = False) -> None:
-        """`tokenizer`: called once, when the first grammar comes. `late`: for tests; every compilation then takes too long."""
+        """`tokenizer` is called once, when the first grammar arrives. `late` is for tests: every compilation takes too long."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = end_ids
         self._late = late
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
         self._guide: Future[Guide] | None = None
-        self._cache: OrderedDict[StructuredOutputs, Future[Matcher]] = OrderedDict()  # the least recently used first
+        self._cache: OrderedDict[StructuredOutputs, Future[Matcher]] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
-        self._jobs: dict[str, _Job] = {}  # request id -> what it waits for
+        self._jobs: dict[str, _Job] = {}  # request id -> the compilation it waits for
         self._guided: dict[str, _Guided] = {}  # by request id
 
     def check(self, params: SamplingParams) -> None:
@@ -89,8 +89,8 @@ class Grammars:
         need_library()
 
     def add(self, request: Request) -> None:
-        """Takes a checked request. If it has a grammar, the request is held back until that is compiled."""
-        self._forget([request.request_id])  # of an earlier request of that name
+        """Adds a checked request. If it has a grammar, the request is held back until the grammar is compiled."""
+        self._forget([request.request_id])  # of an earlier request with the same id
         if request.params.structured_outputs is None:
             return
         request.held = True
@@ -98,7 +98,7 @@ class Grammars:
         self._jobs[request.request_id] = _Job(compiled, time.monotonic() + COMPILE_SECONDS)
 
     def collect(self, scheduler: Scheduler) -> list[Delta]:
-        """Releases requests whose grammar is compiled, ends those whose grammar failed, and forgets those that have ended."""
+        """Releases requests whose grammar is compiled, ends requests whose grammar failed, and forgets requests that have ended."""
         news: list[Delta] = []
         self._forget([name for name in (*self._jobs, *self._guided) if name not in scheduler.requests])
         for name, job in list(self._jobs.items()):
@@ -113,7 +113,7 @@ class Grammars:
                 news += _end_request(scheduler, name, str(error))
             elif error is not None:
                 news += _end_request(scheduler, name, f"{PARAM} could not be compiled: {error!r}", BUSY)
-            elif job.compiled.result().failed:  # for a request before this one
+            elif job.compiled.result().failed:  # it failed for an earlier request
                 news += _end_request(scheduler, name, f"{PARAM} cannot be followed: {job.compiled.result().failed}")
             else:
                 self._guided[name] = _Guided(job.compiled.result())
@@ -123,7 +123,7 @@ class Grammars:
         return news
 
     def _catch_up(self, scheduler: Scheduler, request: Request) -> list[Delta]:
-        """Advances the matchers of a request that was begun elsewhere over the tokens it has."""
+        """Advances the matchers of a request that began in another engine over the tokens it already has."""
         news: list[Delta] = []
         for seq in request.sequences.copy():
             if seq.num_tokens > request.num_prompt:
@@ -132,7 +132,7 @@ class Grammars:
         return news
 
     def _turns(self, scheduler: Scheduler) -> int:
-        """Returns how many turns the samples under grammars must take, so that no step waits long for its masks."""
+        """Returns how many turns the samples with grammars must take, so that no step waits long for its masks."""
         counts = {name: scheduler.requests[name].params.n for name in self._guided if name in scheduler.requests}
         samples = sum(counts.values())
         if not samples:
@@ -142,15 +142,15 @@ class Grammars:
         return max(1, min(at_once, ceil(mean * at_once / TURN_SECONDS)))
 
     def must_wait(self, scheduler: Scheduler) -> bool:
-        """Whether no request runs and all waiting requests are held back."""
+        """Returns whether no request runs and all waiting requests are held back."""
         return bool(self._jobs) and not scheduler.running and all(seq.request.held for seq in scheduler.waiting)
 
     def nap(self) -> None:
-        """Waits until a grammar is compiled, or for a moment."""
+        """Waits until a grammar is compiled, or for a short time."""
         wait([job.compiled for job in self._jobs.values()], NAP_SECONDS, FIRST_COMPLETED)
 
     def advance(self, scheduler: Scheduler, deltas: list[Delta]) -> list[Delta]:
-        """Tells matchers what was sampled. Returns the deltas, followed by the ends of samples whose text is complete."""
+        """Passes sampled tokens to the matchers. Returns the deltas, followed by the ends of samples whose text is complete."""
         ends: list[Delta] = []
         for delta in deltas if self._guided else ():
             guided = self._guided.get(delta.request_id)
@@ -162,12 +162,12 @@ class Grammars:
         return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
-        said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is no text
+        said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is not text
         heard = 0
         while heard < len(said) and not matcher.ended:
             matcher.advance([said[heard]])
             heard += 1
-        is_cut = heard < len(said)  # what was sampled behind a complete text is dropped
+        is_cut = heard < len(said)  # tokens sampled after a complete text are dropped
         if is_cut:
             _cut(delta, heard)
         if matcher.ended and (delta.finish_reason == "length" or (is_cut and delta.finish_reason == "stop")):  # it was just long enough
@@ -188,12 +188,12 @@ class Grammars:
             self._guided.pop(name, None)
 
     def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
-        """Returns what each masked row of the plan may say next, [mask_rows, words], and the ends of rows that can say nothing."""
+        """Returns the masks of the plan's masked rows, [mask_rows, words], and the ends of rows that have no possible next token."""
         if not plan.mask_rows:
             return None, []
         assert self._guide is not None
         guide, running = self._guide.result(), {seq.seq_id: seq for seq in scheduler.running}
-        masks = np.full((len(plan.mask_rows), guide.num_words), -1, np.int32)  # an ended one samples what it likes
+        masks = np.full((len(plan.mask_rows), guide.num_words), -1, np.int32)  # finished rows are unconstrained
         live = [(row, seq) for row, entry in enumerate(plan.mask_rows) if (seq := running.get(plan.seq_id[entry])) is not None]
         matchers = [(row, self._guided[seq.request.request_id].matcher(seq.index)) for row, seq in live]
         guide.fill(matchers, masks)
@@ -206,7 +206,7 @@ class Grammars:
         return masks, news
 
     def _compiled(self, form: StructuredOutputs) -> "Future[Matcher]":
-        """Returns the compiled grammar of a form. Equal forms share one."""
+        """Returns the compiled form of a grammar. Equal grammars share one."""
         compiled = self._cache.pop(form, None)
         self._cache_bytes -= 0 if compiled is None else _size(form)
         if compiled is None or _has_failed(compiled):
@@ -218,7 +218,7 @@ class Grammars:
         return compiled
 
     def _compile(self, form: StructuredOutputs) -> "Future[Matcher]":
-        before = threading.stack_size(STACK_BYTES)  # of threads that start now
+        before = threading.stack_size(STACK_BYTES)  # for threads that start now
         try:
             if self._guide is None or _has_failed(self._guide):
                 self._guide = self._threads.submit(self._make_guide)
@@ -228,14 +228,14 @@ class Grammars:
             threading.stack_size(before)
 
     def _make_guide(self) -> "Guide":
-        from octavo.text.guidance import guide  # the library loads here, for those who need it
+        from octavo.text.guidance import guide  # the library is loaded only for requests that need it
 
         assert self._tokenizer is not None
         return guide(self._tokenizer(), self._vocab_size, self._end_ids)
 
 
 def _cut(delta: Delta, count: int) -> None:
-    """Keeps the first tokens of a delta."""
+    """Keeps only the first tokens of a delta."""
     delta.token_ids = delta.token_ids[:count]
     delta.logprobs = None if delta.logprobs is None else delta.logprobs[:count]
 
@@ -249,7 +249,7 @@ def _has_failed(future: "Future[Any]") -> bool:
 
 
 def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArray[np.uint32]) -> list[Delta]:
-    """Ends a sample after which nothing may follow. An end id that is ignored, or comes too early, does not count."""
+    """Ends a sample after which nothing may follow. An end id that is ignored, or that comes too early, does not count."""
     request = seq.request
     short = seq.num_tokens - request.num_prompt < request.params.min_tokens
     for token in (scheduler.end_ids - request.end_ids) | (request.end_ids if short else frozenset()):
@@ -261,7 +261,7 @@ def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArra
 
 
 def _end_request(scheduler: Scheduler, name: str, error: str, code: str = CODE) -> list[Delta]:
-    """Ends all samples of a request, since they share the grammar. Returns their last deltas."""
+    """Ends all samples of a request, because they share the grammar. Returns their last deltas."""
     return scheduler.fail_request(scheduler.requests[name], error, code)
 
 

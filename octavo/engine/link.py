@@ -1,12 +1,12 @@
-"""An API process's end of the socket: `Link` sends and receives frames and notices losses, `ViewStream` asks for frames of the view.
+"""An API process's end of the socket: `Link` sends and receives frames and detects losses; `ViewStream` requests frames of the view.
 
-The socket's descriptor signals events only when they begin, and any call may consume the signal. So every look takes all that has
-arrived, and there is a look after every send.
+The socket's descriptor is edge-triggered, and any call may consume its signal. So every look reads everything that has arrived, and
+every send is followed by a look.
 
-News wait while requests keep coming, and after a look for as long as that look and the readers of its news took, but never for more
-than 50 ms. So requests that come together soon compute together, and streams take at most half of the event loop's time. A lone stream
-waits less than a millisecond. With hundreds, the news of several steps are read and written at once, which takes far less time than one
-after the other.
+Updates wait while requests keep arriving, and after a look for as long as that look and the readers of its updates took, but never
+more than 50 ms. So requests that arrive together compute together, and streams take at most half of the event loop's time. A lone
+stream waits less than a millisecond. With hundreds of streams, the updates of several steps are read and written at once, which
+takes far less time than one after the other.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from octavo.engine.wire import (
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
-LAST_WORDS_MS = 200  # so long may what was said last take to leave
-SLICE_SECONDS, MOST_SLICE_SECONDS = 0.01, 0.05  # other tasks get their turn after so long
-BURST_SECONDS = 0.002  # requests that come one after another are not farther apart
+LAST_WORDS_MS = 200  # time that the last messages may take to be sent
+SLICE_SECONDS, MOST_SLICE_SECONDS = 0.01, 0.05  # other tasks get their turn after this time
+BURST_SECONDS = 0.002  # requests that arrive in a row are at most this far apart
 MOST_WAIT_SECONDS = 0.05
 
 
 class Listener(Protocol):
-    """The receiver of what came in."""
+    """The receiver of incoming messages."""
 
     def on_hello(self, hello: Hello) -> None: ...
 
@@ -70,19 +70,19 @@ class Listener(Protocol):
 
 class Link:
     def __init__(self, address: str, name: str, listener: Listener, frame_limit: int) -> None:
-        """`name`: on the socket, and at the head of every request id"""
-        self.epoch = 0  # of the engine it speaks to; 0: none
-        self.least_epoch = 1  # an engine before this one is dead
+        """`name`: this process's name on the socket, and the prefix of every request id."""
+        self.epoch = 0  # of the connected engine; 0: none
+        self.least_epoch = 1  # an engine with a lower epoch is dead
         self._listener = listener
         self._frame_limit = frame_limit
         self._sent = self._heard = 0
         self._looking = False
-        self._looked = 0.0  # when the last look ended
-        self._added = self._rests_until = 0.0  # when the last request was sent; when the readers of the last news have rested
+        self._looked = 0.0  # end of the last look
+        self._added = self._rests_until = 0.0  # when the last request was sent; when the readers of the last updates will have rested
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        # nothing waits for an engine that is not there; nothing is dropped for one that is
+        # no message waits for an engine that is absent; no message is dropped for one that is there
         for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -97,11 +97,11 @@ class Link:
             self._socket.close(linger=LAST_WORDS_MS)
 
     def forget(self) -> None:
-        """Drops everything that still comes from a dead engine."""
+        """Drops all messages that still arrive from a dead engine."""
         self.epoch = 0
 
     def ping(self) -> None:
-        """Tells the engine that this process is there, and checks that the engine still is. Called a few times a second."""
+        """Sends a heartbeat to the engine, and checks the engine's heartbeats. Called a few times a second."""
         with suppress(zmq.Again):
             while self._monitor.recv_multipart(zmq.NOBLOCK):
                 self._listener.on_hangup()
@@ -113,7 +113,7 @@ class Link:
 
     def _send(self, body: Down) -> bool:
         frame = wire.encode(DownFrame(self.epoch, self._sent + 1, body))
-        if len(frame) > self._frame_limit:  # the engine would hang up
+        if len(frame) > self._frame_limit:  # the engine would close the connection
             raise RequestError(f"the request takes {len(frame)} bytes, the most is {self._frame_limit}: shorten its stop strings and words")
         try:
             self._socket.send(frame, zmq.NOBLOCK)
@@ -126,7 +126,7 @@ class Link:
         return True
 
     def _on_signal(self) -> None:
-        self._socket.getsockopt(zmq.EVENTS)  # takes the signal back; else it would come again and again until the next look
+        self._socket.getsockopt(zmq.EVENTS)  # clears the signal, which would otherwise repeat until the next look
         self._look()
 
     def _look(self) -> None:
@@ -148,7 +148,7 @@ class Link:
         self._rests_until = now + (now - start)
 
     def _take(self) -> None:
-        """Reads all that has arrived, for as long as the others had since the last look: news must not wait in the socket for ever."""
+        """Reads everything that has arrived, for as long as other tasks ran since the last look, so that updates cannot starve."""
         self._looking = False
         now = time.monotonic()
         end = now + min(max(now - self._looked, SLICE_SECONDS), MOST_SLICE_SECONDS)
@@ -173,7 +173,7 @@ class Link:
             self._listener.on_hello(body)
             return
         if frame.epoch != self.epoch:
-            return  # of an engine that is dead
+            return  # sent by an engine that is dead
         expected, self._heard = self._heard + 1, frame.number
         if frame.number != expected:
             logger.error("A frame of the engine was lost, all open requests end")
@@ -196,11 +196,11 @@ class Link:
 
 # -- the view, for one reader
 #
-# Every frame is asked for, at most ten times a second. After a new start of the engine or a lost message, the next frame is full.
+# Every frame is requested, at most ten times a second. After a restart of the engine or a lost message, the next frame is full.
 
 PERIOD_SECONDS = 0.1
 MOST_NAMES = 1024
-RETRY_SECONDS = 30.0  # an engine that was started again can be watched
+RETRY_SECONDS = 30.0  # an engine that was restarted can be watched
 
 
 class ViewStream:
@@ -209,10 +209,10 @@ class ViewStream:
         self._loop = asyncio.get_running_loop()
         self._wanted: Wanted = "full"
         self._answer: asyncio.Future[ViewFrame | None] | None = None
-        self._names: dict[str, str] | None = None  # of requests that ended while somebody reads
+        self._names: dict[str, str] | None = None  # of requests that ended while somebody watches
 
     async def frames(self) -> AsyncGenerator[ViewFrame, None]:
-        """Gives frames for ever. Leaving the iteration ends the watching. Raises if the engine can give no more."""
+        """Yields frames forever. Leaving the iteration ends the watch. Raises if the engine can send no more."""
         self._wanted, self._names = "full", {}
         try:
             while True:
@@ -225,7 +225,7 @@ class ViewStream:
             self._say("none")
 
     def remember(self, request_id: str, name: str) -> None:
-        """Keeps the name of a request that is over here, because the frame with its end may still come."""
+        """Keeps the name of a request that has ended here, because the frame with its end may still arrive."""
         if self._names is not None and name:
             self._names[request_id] = name
             if len(self._names) > MOST_NAMES:
@@ -244,14 +244,14 @@ class ViewStream:
             self._answer.set_result(frame)
 
     def begin_again(self) -> None:
-        """Asks for a full frame next, since the one that was asked for will not come."""
+        """Requests a full frame next, because the requested one will not arrive."""
         self._wanted = "full"
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
 
     async def _next(self) -> ViewFrame | None:
         if not self._say(self._wanted):
-            return None  # there may be another engine soon
+            return None  # another engine may start soon
         self._answer = self._loop.create_future()
         try:
             return await self._answer

@@ -1,7 +1,7 @@
-"""Turns token deltas into text: detokenising, stop strings, usage. Stop strings are decided here and nowhere else.
+"""Turns token deltas into text: detokenising, stop strings, usage. Stop strings are found here and nowhere else.
 
-    held back:  "...the end\nUs"     stop "\nUser": the tail "\nUs" may become a match, so it is not shown yet
-    matched:    text is cut before the match, tokens count up to the one that completed it, the engine is told to abort
+    held back:  "...the end\nUs"     stop "\nUser": the tail "\nUs" may become a match, so it is not output yet
+    matched:    the text is cut before the match, usage counts up to the token that completed it, and the engine aborts the sample
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from octavo.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Processed:
-    """News for clients, requests that are complete, and samples the engine should abort."""
+    """Updates for clients, completed requests, and samples that the engine should abort."""
 
     deltas: list[TextDelta] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Processed:
 
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
-        """Without `keep_logprobs`, only deltas have logprobs, and whoever reads them spells them."""
+        """Without `keep_logprobs`, only deltas have logprobs, and the reader decodes their ids."""
         self._tokenizer = tokenizer
         self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
@@ -40,7 +40,7 @@ class OutputProcessor:
         self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer, self._keep_logprobs)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request whose output is not wanted any more."""
+        """Forgets a request whose output is no longer wanted."""
         self._requests.pop(request_id, None)
 
     def said(self, request_id: str) -> dict[int, list[int]]:
@@ -60,7 +60,7 @@ class OutputProcessor:
             state.life = delta.life or state.life
             sample = state.samples[delta.index]
             if sample.output.finish_reason is not None:
-                continue  # it matched a stop string before the engine heard of it
+                continue  # it matched a stop string before the engine was informed
             news = sample.take(delta)
             processed.deltas.append(news)
             if delta.life or news.finish_reason is not None:
@@ -78,16 +78,16 @@ class OutputProcessor:
 
 
 class Reader(Protocol):
-    """A reader of one request."""
+    """The reader of one request."""
 
     def push(self, delta: TextDelta) -> None: ...
 
     def finish(self, output: RequestOutput) -> None:
-        """Takes the whole output. Nothing more comes of this request."""
+        """Takes the whole output. No further output of this request follows."""
 
 
 class OutputPump:
-    """Gives the engine's deltas to the readers of its requests, as text, and aborts samples that ended in a stop string."""
+    """Passes the engine's deltas to the readers of its requests, as text, and aborts samples that ended in a stop string."""
 
     def __init__(self, tokenizer: Tokenizer | None, abort: Callable[[str, int], object], keep_logprobs: bool = True) -> None:
         self._processor = OutputProcessor(tokenizer, keep_logprobs)
@@ -99,7 +99,7 @@ class OutputPump:
         self._readers[request.request_id] = reader
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request whose output is not wanted any more, and its reader."""
+        """Forgets a request whose output is no longer wanted, and its reader."""
         self._processor.drop(request_id)
         self._readers.pop(request_id, None)
 
@@ -113,7 +113,7 @@ class OutputPump:
         for delta in processed.deltas:
             self._readers[delta.request_id].push(delta)
         for output in processed.finished:
-            if output.metrics.finished is None:  # a stop string was found here; the clock is that of all processes
+            if output.metrics.finished is None:  # a stop string was found here; all processes share this clock
                 output.metrics.finished = time.monotonic()
             self._readers.pop(output.request_id).finish(output)
 
@@ -137,7 +137,7 @@ class _RequestState:
         return all(sample.output.finish_reason is not None for sample in self.samples)
 
     def add_prompt_logprobs(self, piece: PromptPiece) -> None:
-        """Adds a piece of prompt logprobs. A piece may come twice: what a preemption threw away is computed again."""
+        """Adds a piece of prompt logprobs. A piece may come twice, because a preempted prompt is computed again."""
         start, found = piece
         assert self.prompt_logprobs is not None
         for position, logprobs in enumerate(found, start):
@@ -162,7 +162,7 @@ class _Sample:
     def __init__(
         self, index: int, request: AddRequest, tokenizer: Tokenizer | None, stops: StopStrings, tail: list[int], keep_logprobs: bool
     ) -> None:
-        """`tail`: of the prompt (`shown_tail`), computed once for all samples."""
+        """`tail`: the end of the prompt (`shown_tail`), computed once for all samples."""
         self.request_id = request.request_id
         self.search = StopSearch(stops) if stops.texts else None
         self.tokenizer = tokenizer
@@ -174,17 +174,17 @@ class _Sample:
         if request.params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self.keep_logprobs = keep_logprobs
-        self.shown = 0  # characters already given out
+        self.shown = 0  # characters already output
         self.error: str | None = None
         self.code: str | None = None
 
     def take(self, delta: Delta) -> TextDelta:
-        """Appends a delta's tokens, up to one that completes a stop string. Returns what is new."""
+        """Appends a delta's tokens, up to the one that completes a stop string. Returns what is new."""
         self.error, self.code = delta.error, delta.code
         before = len(self.output.token_ids)
         for position, token in enumerate(delta.token_ids):
             last = position == len(delta.token_ids) - 1
-            # an end id is counted, but it is no text unless that is asked for
+            # an end id counts as usage, but it becomes text only on request
             ends_here = last and delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
             self.output.token_ids.append(token)
             if delta.logprobs is not None and self.keep_logprobs:
@@ -215,12 +215,12 @@ class _Sample:
         return news
 
     def _add_text(self, text: str) -> bool:
-        """Whether the text now holds a stop string; then it is cut there and the sample is finished."""
+        """Returns whether the text now contains a stop string; if so, cuts the text there and finishes the sample."""
         output = self.output
         output.text += text
         if self.search is None:
             return False
-        if len(output.token_ids) <= self.params.min_tokens:  # none may begin in these
+        if len(output.token_ids) <= self.params.min_tokens:  # no match may begin within these tokens
             self.search.skip(text)
             return False
         found = self.search.push(text)
@@ -238,7 +238,7 @@ class _Sample:
 
 
 def _choices(token: int, found: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenChoices:
-    """Returns the token first, then the best alternatives."""
+    """Returns the sampled token, then the best alternatives."""
     choices = {token: _logprob(token, found.logprob, found.rank, tokenizer)}
     for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
         choices.setdefault(other, _logprob(other, logprob, rank, tokenizer))
@@ -260,26 +260,27 @@ class UnspelledDelta(TextDelta):
         self.logprobs = [_choices(token, logprobs, tokenizer) for token, logprobs in zip(self.token_ids, self.found, strict=True)]
 
 
-# -- news for one reader
+# -- updates for one reader
 
-TURN_LOGPROBS = 16  # deltas with logprobs that are spelled before everybody else has a turn: some 0.2 ms each
+TURN_LOGPROBS = 16  # deltas with logprobs that are decoded before other readers get a turn: about 0.2 ms each
 
 
 class Stream:
-    """News of one request, which wait here until they are read. A slow reader gets them merged.
+    """Updates of one request, which wait here until they are read. If the reader is slow, they are merged.
 
-    Logprobs take ten times as long as text. Their readers spell them one after another, so that no other news wait for all of them.
+    Logprobs take ten times as long as text. Their readers decode them one after another, so that other updates do not wait for all of
+    them.
     """
 
     __slots__ = ("_error", "_finished", "_loop", "_news", "_spelling", "_tokenizer", "_waiter", "label", "request_id", "timer")
 
     def __init__(self, request_id: str, tokenizer: Tokenizer | None, spelling: asyncio.Lock, label: str = "") -> None:
-        """`spelling`: held by the reader whose turn it is."""
+        """`spelling` is held by the reader whose turn it is to decode logprobs."""
         self.request_id = request_id
         self._tokenizer = tokenizer
         self._spelling = spelling
         self.label = label
-        self.timer: asyncio.TimerHandle | None = None  # of its deadline
+        self.timer: asyncio.TimerHandle | None = None  # of the request's deadline
         self._loop = asyncio.get_running_loop()
         self._news: list[TextDelta] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -288,7 +289,7 @@ class Stream:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Returns whether no more updates will come."""
         return self._finished or self._error is not None
 
     def push(self, delta: TextDelta) -> None:
@@ -303,12 +304,12 @@ class Stream:
         self._wake()
 
     def fail(self, error: OctavoError) -> None:
-        """Ends the stream with an error. What came before is read first."""
+        """Ends the stream with an error. Updates that came before it are read first."""
         self._error = self._error or error
         self._wake()
 
     async def take(self) -> list[TextDelta]:
-        """Returns news as soon as there are any, or nothing at the end."""
+        """Waits for updates and returns them, or nothing at the end."""
         while not (self._news or self.over):
             self._waiter = self._loop.create_future()
             try:
@@ -347,7 +348,7 @@ def error_of(delta: TextDelta) -> OctavoError:
 
 
 def merged(news: Iterable[TextDelta]) -> list[TextDelta]:
-    """Returns one delta for each sample, in the order in which they began."""
+    """Returns one delta per sample, in the order in which the samples began."""
     by_sample: dict[int, list[TextDelta]] = {}
     for delta in news:
         by_sample.setdefault(delta.index, []).append(delta)
@@ -389,7 +390,7 @@ def to_request(
     beams: Beams | None = None,
     pin: PinOrder | None = None,
 ) -> AddRequest:
-    """Returns a request for the engine, after the checks that only the text side can make. `bad_words`: as token ids"""
+    """Returns a request for the engine, after the checks that only the text side can make. `bad_words`: as token ids."""
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None and value > config.max_logprobs:
             raise RequestError(f"{name} is {value}, max_logprobs is {config.max_logprobs}", name)

@@ -1,19 +1,17 @@
-"""`Pace`: how long a client that finds the queue full is told to wait. It is the number of waiting requests, divided by how fast
-requests have ended lately.
-"""
+"""`Pace`: the `Retry-After` of a full queue: the number of waiting requests divided by the rate at which requests ended recently."""
 
 from collections import deque
 
-RECENT = 64  # ends that tell the rate
-SHORTEST, LONGEST = 1.0, 60.0  # seconds a client is told to wait
+RECENT = 64  # ends from which the rate is computed
+SHORTEST, LONGEST = 1.0, 60.0  # bounds of `Retry-After` in seconds
 
 
 class Pace:
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=RECENT + 1)  # of the last ends, behind the one they are counted from
+        self._times: deque[float] = deque(maxlen=RECENT + 1)  # the recent ends, after the one from which time is counted
 
     def begin(self, now: float) -> None:
-        """Starts to count anew: there was nothing to do before."""
+        """Starts to count again, because the engine was idle before."""
         self._times.clear()
         self._times.append(now)
 
@@ -24,5 +22,5 @@ class Pace:
         """Returns the seconds until as many requests have ended as wait now, or the shortest wait if none has ended yet."""
         if len(self._times) < 2:
             return SHORTEST
-        each = (now - self._times[0]) / (len(self._times) - 1)  # until now: what has stalled is slow
+        each = (now - self._times[0]) / (len(self._times) - 1)  # up to now, so that a stall counts as slow
         return min(max(waiting * each, SHORTEST), LONGEST)

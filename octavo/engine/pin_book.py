@@ -1,12 +1,12 @@
-"""`PinBook`: which prefixes are to be pinned, for all API processes and across restarts of engines.
+"""`PinBook`: the registry of prefixes that must be pinned, for all API processes and across restarts of engines.
 
     one API process        a list in memory
-    several of them        a file without a name that all have open; whoever changes it locks it
+    several                an unnamed file that all processes have open; a process locks it to change it
 
     bytes of the file      version, length: 8 bytes each | the entries, as msgpack
 
-An engine holds what is in the book, and loses it when it dies. Times are those of the monotonic clock, which all processes of a host
-share.
+An engine pins the prefixes of the registry, and loses them when it dies. Times are those of the monotonic clock, which all processes
+of a host share.
 """
 
 import fcntl
@@ -31,9 +31,9 @@ class PinEntry(Struct, array_like=True, frozen=True):
     name: str
     prompt_token_ids: list[int]
     cache_salt: str
-    maker: int  # id of the process that has it computed
-    ends: float | None  # None: when it is released
-    confirmed: bool = False  # all engines that were ready have it
+    maker: int  # id of the process that has the prefix computed
+    ends: float | None  # None: until it is released
+    confirmed: bool = False  # whether all engines that were ready have it
 
     @property
     def seconds_left(self) -> float | None:
@@ -42,13 +42,13 @@ class PinEntry(Struct, array_like=True, frozen=True):
 
 class PinBook:
     def __init__(self, shared: int | None = None) -> None:
-        """`shared`: the descriptor of a file that other processes have open, too. A new one is empty."""
+        """`shared`: the descriptor of a file that other processes have open, too. A new file is empty."""
         self._shared = shared
         self._version = 0
         self._entries: list[PinEntry] = []
 
     def entries(self) -> list[PinEntry]:
-        """Returns all entries whose time is not over, the oldest first."""
+        """Returns all entries that have not expired, oldest first."""
         with self._locked(fcntl.LOCK_SH):
             return self._live()
 
@@ -65,7 +65,7 @@ class PinBook:
             self._write([*live, entry])
 
     def confirm(self, pin_id: str) -> bool:
-        """Notes that engines have it. Returns False if it was released or has ended meanwhile."""
+        """Records that all engines have it. Returns False if it was released or has expired meanwhile."""
         with self._locked(fcntl.LOCK_EX):
             live = self._live()
             self._write([msgspec.structs.replace(entry, confirmed=True) if entry.pin_id == pin_id else entry for entry in live])
@@ -77,7 +77,7 @@ class PinBook:
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[None]:
-        """A context in which no other process changes the book. Its entries are the newest."""
+        """Returns a context in which no other process changes the registry and its entries are current."""
         if self._shared is None:
             yield
             return

@@ -1,10 +1,10 @@
-"""`PinKeeper`: pinned prefixes of all engines, as an API process offers them.
+"""`PinKeeper`: reconciles the pinned prefixes of all engines with the registry, and offers them to the API process.
 
-    pin        an entry in the book, then each engine computes the prefix; it is confirmed when all have it
-    check      the first API process compares the book with what engines tell, and has it computed where it is missing
+    pin        adds an entry to the registry; then each engine computes the prefix, and the entry is confirmed when all have it
+    check      the first API process compares the registry with what engines report, and has missing prefixes computed
 
-So an engine that was started again gets its prefixes back, whoever ordered them. An engine that has what is not in the book is told
-to release it.
+So an engine that was restarted gets its prefixes back, whichever process ordered them. An engine that holds a prefix which is not in
+the registry is told to release it.
 """
 
 import asyncio
@@ -25,24 +25,24 @@ from octavo.messages import PinOrder, PinState
 from octavo.outputs import PinnedPrefix
 
 AGAIN_SECONDS = 5.0  # after an engine could not compute a prefix
-MOST_LOSSES = 3  # engines in a row that died while they computed a prefix again: it may be what kills them
+MOST_LOSSES = 3  # engines in a row that died while they recomputed a prefix: the prefix may be the cause
 UNKNOWN = PinState("", False, 0, 0, 0, 0, 0)
 Compute = Callable[[PinEntry, PinOrder, Replica], Coroutine[Any, Any, None]]
 
 
 class PinKeeper:
     def __init__(self, book: PinBook, replicas: Sequence[Replica], compute: Compute, leads: bool) -> None:
-        """`replicas`: the list that they will be in. `compute`: has an engine compute a prefix. `leads`: this process checks"""
+        """`replicas`: the list that will hold them. `compute` has an engine compute a prefix. `leads`: this process runs `check`."""
         self._book = book
         self._replicas = replicas
         self._compute = compute
         self._leads = leads
-        self._repairs: dict[tuple[int, str], asyncio.Task[None]] = {}  # engine, pin
-        self._not_before: dict[tuple[int, str], float] = {}  # after a repair that failed
-        self._losses: Counter[str] = Counter()  # pin -> engines that died over it, one after the other
+        self._repairs: dict[tuple[int, str], asyncio.Task[None]] = {}  # (engine, pin) -> its repair
+        self._not_before: dict[tuple[int, str], float] = {}  # (engine, pin) -> time of the next attempt after a failed repair
+        self._losses: Counter[str] = Counter()  # pin -> engines in a row that died while computing it
 
     async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str = "", seconds: float | None = None) -> PinnedPrefix:
-        """Returns when all engines that are ready have computed it. If one cannot, none keeps it."""
+        """Returns when all ready engines have computed the prefix. If one of them cannot, none keeps it."""
         ends = None if seconds is None else time.monotonic() + seconds
         entry = PinEntry(token_hex(16), name, prompt_token_ids, cache_salt, os.getpid(), ends)
         self._book.add(entry)
@@ -74,7 +74,7 @@ class PinKeeper:
         return None if entry is None else self._told(entry)
 
     def release(self, name: str) -> bool:
-        """Releases a prefix. Requests that use it are not disturbed. Returns False if there is none with this name."""
+        """Releases a prefix without disturbing requests that use it. Returns False if there is no pin with this name."""
         entry = self._book.find(name)
         if entry is not None:
             self._forget(entry)
@@ -86,7 +86,7 @@ class PinKeeper:
             self._unpin(replica, entry.pin_id)
 
     def _unpin(self, replica: Replica, pin_id: str) -> None:
-        with suppress(UnavailableError):  # then it has nothing pinned, or `check` tells it later
+        with suppress(UnavailableError):  # then it holds no pins, or `check` releases this one later
             replica.send(Unpin(pin_id))
 
     def _told(self, entry: PinEntry) -> PinnedPrefix:
@@ -103,17 +103,17 @@ class PinKeeper:
         )
 
     def _state(self, replica: Replica, pin_id: str) -> PinState | None:
-        """Returns what is known of a pin in an engine, or in the one before it while this one has none."""
+        """Returns the state of a pin in an engine, or in the previous engine while this one has not reported any."""
         return (replica.pins or {}).get(pin_id) or replica.pins_before.get(pin_id)
 
     # --- after restarts ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Called a few times a second."""
+        """Reconciles. Called a few times a second."""
         if not self._leads:
             return
         known = [(replica, replica.pins) for replica in self._replicas if replica.is_ready and replica.pins is not None]
-        entries = self._book.entries()  # read after what engines told, so what they have is in it unless it was released
+        entries = self._book.entries()  # read after the engines' reports, so a reported pin is in it unless it was released
         for entry in [entry for entry in entries if not entry.confirmed and not _is_alive(entry.maker)]:
             self._book.remove(entry.pin_id)
         wanted = {entry.pin_id for entry in entries}

@@ -1,8 +1,9 @@
-"""`Placing`: which engine has which request of this process, and where the next one goes. A `Trip` is the way of one request.
+"""`Placing`: the load balancer of one API process. It knows which engine has which request, and chooses engines for new ones.
+A `Trip` is the route of one request.
 
     choose ──► begin ──► heard, heard ... ──► done
                  ▲           │ its engine died
-                 └── resume ─┘                  the tokens that have come go with it, as its output
+                 └── resume ─┘                  the tokens received so far go with it, as its output
 """
 
 import time
@@ -19,27 +20,27 @@ from octavo.policy.routing import Choice, Policy, Routing
 class Trip:
     request: AddRequest
     replica: Replica | None = None  # None: it waits for an engine
-    choice: Choice | None = None  # why that one; None where there is one engine
-    resumed: int = 0  # how often it went on in another engine
-    blocks: list[bytes] = field(default_factory=list)  # short digests of its prompt, by which engines are chosen
+    choice: Choice | None = None  # why this engine; None if there is only one
+    resumed: int = 0  # how often it continued in another engine
+    blocks: list[bytes] = field(default_factory=list)  # short digests of its prompt, by which an engine is chosen
     full: set[int] = field(default_factory=set)  # engines that had no room for it
-    engine: int | None = None  # the only one that it may go to
-    losses: int = 0  # engines that it has lost in a row, without a token between
+    engine: int | None = None  # the only engine that it may go to
+    losses: int = 0  # engines lost in a row without a token in between
     begun: float = field(default_factory=time.monotonic)
-    _life: LifeRecord | None = None  # as it was last told
-    _before: LifeRecord | None = None  # as it was when it lost its engine
+    _life: LifeRecord | None = None  # the latest record
+    _before: LifeRecord | None = None  # the record when it lost its engine
 
     def resume(self, said: dict[int, list[int]]) -> None:
-        """It goes on elsewhere. `said`: the tokens so far of each sample that has not ended"""
+        """Prepares the request to continue in another engine. `said`: the tokens so far of each sample that has not ended."""
         params = self.request.params
         is_fresh = len(said) == params.n and not any(said.values())
         self.request = replace(self.request, outputs=None if is_fresh else said)
         self.resumed += 1
-        self.full.clear()  # a request that moves is not refused
+        self.full.clear()  # a request that moves is never refused
         self._before = self._life or LifeRecord(self.begun)
 
     def told(self, life: LifeRecord) -> LifeRecord:
-        """Returns an engine's record with what happened in engines before it, and which engine it is."""
+        """Returns an engine's record, extended by what happened in earlier engines and by the engine's number."""
         assert self.replica is not None and self.choice is not None
         before = self._before
         if before is not None:
@@ -62,15 +63,15 @@ class Trip:
 
 class Placing:
     def __init__(self, engines: int, policy: Policy, caching: bool) -> None:
-        """`caching`: whether engines find what they have computed before"""
+        """`caching`: whether engines have a prefix cache."""
         self._policy, self._num_engines = policy, engines
         self._by_prefix = caching and policy == "prefix"
-        self._routing: Routing | None = None  # where there are several; made when the first is ready
+        self._routing: Routing | None = None  # if there are several engines; made when the first one is ready
         self._digests = Digests(b"", b"")
         self._trips: dict[str, Trip] = {}
 
     def meet(self, replica: Replica) -> None:
-        """An engine is ready."""
+        """Registers an engine that is ready."""
         facts = replica.facts
         assert facts is not None
         self._digests = Digests(facts.digest_key, facts.identity)
@@ -78,7 +79,7 @@ class Placing:
             self._routing = Routing(self._policy, self._num_engines, facts.limits.block_size)
 
     def choose(self, trip: Trip, replicas: Sequence[Replica], without: Collection[int]) -> Replica | None:
-        """Returns the engine for a request, if one is ready. One that is to be replaced is chosen only if there is no other."""
+        """Returns the engine for a request, if one is ready. An engine that is to be replaced is chosen only if there is no other."""
         if self._routing is None:
             return None if without else replicas[0]
         allowed = [replica for replica in replicas if replica.number not in without and trip.engine in (None, replica.number)]
@@ -93,11 +94,11 @@ class Placing:
         return replicas[trip.choice.engine]
 
     def park(self, trip: Trip) -> None:
-        """No engine can be reached. The request waits."""
+        """Lets the request wait, because no engine can be reached."""
         self._trips[trip.request.request_id] = trip
 
     def begin(self, trip: Trip, replica: Replica) -> None:
-        """It was sent to the engine that was chosen."""
+        """Records that the request was sent to the chosen engine."""
         request, trip.replica = trip.request, replica
         self._trips[request.request_id] = trip
         if self._routing is not None and trip.choice is not None:
@@ -106,7 +107,7 @@ class Placing:
             self._routing.begin(request.request_id, trip.choice, trip.blocks, len(request.prompt_token_ids), most, params.n)
 
     def heard(self, replica: Replica, deltas: list[Delta]) -> list[Delta]:
-        """Returns the news of an engine about requests that it has. What it says of one that has moved on is dropped."""
+        """Returns the updates for requests that this engine has. Updates for requests that have moved on are dropped."""
         assert self._routing is not None
         kept = []
         for delta in deltas:
@@ -126,7 +127,7 @@ class Placing:
             self._routing.done(request_id)
 
     def refused(self, request_id: str) -> Trip:
-        """An engine had no room for it. Returns the request, which no engine has now."""
+        """Returns a request that the engine had no room for, and that no engine has now."""
         trip = self._trips[request_id]
         assert trip.replica is not None
         trip.full.add(trip.replica.number)
@@ -149,7 +150,7 @@ class Placing:
         return [trip for trip in self._trips.values() if trip.replica is None]
 
     def leave(self, replica: Replica) -> list[Trip]:
-        """An engine has lost its requests. Returns them; no engine has them now."""
+        """Returns the requests that an engine has lost. No engine has them now."""
         trips = self.of(replica)
         for trip in trips:
             trip.replica = None

@@ -1,6 +1,6 @@
-"""The engine process: it builds an engine, then takes messages, steps and gives out the news, until its parent ends it.
+"""The engine process: it builds an engine, then receives messages, runs steps and sends updates, until its parent ends it.
 
-    stdin     its orders, a line of JSON; closed when the parent ends, and then it ends too
+    stdin     its configuration, a line of JSON; when the parent ends, stdin closes and the process ends too
     stdout    why it could not start, a line of JSON
     stderr    the log
 """
@@ -41,15 +41,15 @@ from octavo.worker.faults import Faults
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 
 START_FAILED = 1  # exit code, with the reason on stdout
-CACHE_SECONDS = 0.1  # between two messages about the cache and hits of pins, while the loop is busy
+CACHE_SECONDS = 0.1  # between two messages about the cache and pin hits while the loop is busy
 SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the router's thread
 
 
 class Orders(Struct, frozen=True):
-    """The orders of an engine process."""
+    """The configuration of an engine process."""
 
     config: EngineConfig
-    path: str  # of the model, found by the parent
+    path: str  # of the model, resolved by the parent
     kind: Literal["folder", "gguf"]
     name: str
     end_ids: tuple[int, ...]
@@ -60,53 +60,53 @@ class Orders(Struct, frozen=True):
     log_level: str
     log_format: str
     step_seconds: float
-    inspector: bool  # somebody may watch
-    engines: int = 1  # of the server
-    number: int = 0  # of this one
-    on_host: int = 1  # engines on this one's host, which share its cores
-    place: int = 0  # of this one among them
-    memory_share: int = 1  # engines among which the memory that is free now is dealt
-    digest_key: bytes = b""  # of the digests of blocks, the same for all
-    weights: bytes = b""  # what identifies the weights that the first engine found; empty: this is the first
+    inspector: bool  # the view may be watched
+    engines: int = 1  # engines of the server
+    number: int = 0  # number of this engine
+    on_host: int = 1  # engines on this engine's host, which share its cores
+    place: int = 0  # index of this engine among them
+    memory_share: int = 1  # engines among which the memory that is free now is divided
+    digest_key: bytes = b""  # key of the block digests, the same for all engines
+    weights: bytes = b""  # identifies the weights that the first engine loaded; empty: this is the first
     far: bool = False  # clients are on another host
-    clock_ahead: float = 0.0  # seconds by which the clock there is ahead of this host's
-    silent: bool = False  # the engine before this one was ended because it gave no sign of life
+    clock_ahead: float = 0.0  # seconds by which the clients' clock is ahead of this host's
+    silent: bool = False  # the previous engine was ended because its heartbeats stopped
 
     @property
     def is_on_ray(self) -> bool:
-        """Whether the engine runs on a node of a Ray cluster. With one engine, only its ranks do."""
+        """Returns whether the engine runs on a node of a Ray cluster. With a single engine, only its ranks do."""
         return self.engines > 1 and self.config.distributed_executor_backend == "ray"
 
 
 class Reason(Struct, frozen=True):
     """The reason why an engine did not start."""
 
-    kind: str  # the error's class
+    kind: str  # class of the error
     message: str
 
     def error(self, who: str = "") -> OctavoError:
-        """Returns the error for the user. `who`: the engine's name, where it needs one"""
+        """Returns the error for the user. `who`: the engine's name, if the message needs one."""
         kind = getattr(errors, self.kind, EngineError)
         return (kind if kind in (ConfigError, LoadError) else EngineError)(f"{who}: {self.message}" if who else self.message)
 
 
 class Loop:
-    """The loop of the engine process: takes commands between steps, and gives out news."""
+    """The loop of the engine process: takes commands between steps, and sends updates."""
 
     def __init__(
         self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float,
         cache_news: CacheNews | None = None,
     ) -> None:  # fmt: skip
-        """`cache_news`: where there are several engines, clients choose one by what its cache has."""
+        """`cache_news`: cache updates for clients that choose between several engines."""
         self._core = core
         self._router = router
         self._queue_timeout = queue_timeout
         self._step_seconds = step_seconds
-        self._next_step = 0.0  # not before then
+        self._next_step = 0.0  # the next step starts no earlier
         self._view = view
         self._cache_news = cache_news
         self._cache_told_at = 0.0
-        self._pins_told = 0, 0  # their version, and how many hits they had
+        self._pins_told = 0, 0  # their version and number of hits
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
@@ -117,7 +117,7 @@ class Loop:
             watch.end()
 
     def turn(self) -> None:
-        """Waits if there is nothing to do, and makes one step if there is."""
+        """Waits if there is nothing to do; otherwise runs one step."""
         core, scheduler = self._core, self._core.scheduler
         self._keep_pace()
         idle = not core.has_work
@@ -125,19 +125,19 @@ class Loop:
         scheduler.pins.expire()
         self._router.publish(self.pulse(busy=True))
         if idle and core.has_work:
-            self._router.show(self._view.frames(busy=False))  # the step may be long: until its end nothing more can be told
+            self._router.show(self._view.frames(busy=False))  # the step may be long, and nothing can be sent before its end
         deltas = self._step() if core.has_work else []
         if self._queue_timeout is not None:
             deltas += scheduler.expire(self._queue_timeout)
         pulse = self.pulse(core.has_work)
         self._router.publish(pulse)
-        self._tell_clients(pulse)  # before the ends of requests that it is about
+        self._tell_clients(pulse)  # before the ends of the requests that the update is about
         self._router.give(_settled(deltas), refused, pulse.stats)
         self._router.show(self._view.frames(pulse.busy))
         self._log.turn(pulse.stats)
 
     def _tell_clients(self, pulse: Pulse) -> None:
-        """Tells clients what has changed in the cache, now and then and before the loop waits; and which prefixes are pinned, at once."""
+        """Sends clients the cache updates, at intervals and before the loop waits, and changes of pinned prefixes at once."""
         pins, told = self._core.scheduler.pins, self._pins_told
         due = not pulse.busy or pulse.at >= self._cache_told_at + CACHE_SECONDS
         if pins.version != told[0] or (due and pulse.stats.pin_hits != told[1]):
@@ -150,7 +150,7 @@ class Loop:
             self._router.tell(Cached(change))
 
     def _keep_pace(self) -> None:
-        """Waits before commands are taken, and not after, so that a watcher who asks meanwhile sees every step."""
+        """Waits before commands are taken rather than after, so that a watcher who connects meanwhile sees every step."""
         if self._step_seconds and self._core.has_work:
             time.sleep(max(0.0, self._next_step - time.monotonic()))
 
@@ -190,7 +190,7 @@ class Loop:
 
 
 def _settled(deltas: list[Delta]) -> list[Delta]:
-    """Returns deltas with copies of records that the engine goes on writing, since the router's thread reads them later."""
+    """Returns deltas with copies of the records: the engine keeps writing to them, and the router's thread reads them later."""
     for delta in deltas:
         if delta.life is not None:
             delta.life = copy(delta.life)
@@ -198,7 +198,7 @@ def _settled(deltas: list[Delta]) -> list[Delta]:
 
 
 def serve(orders: Orders) -> None:
-    """Runs for ever. Raises if the engine cannot start or go on."""
+    """Runs forever. Raises if the engine cannot start or continue."""
     debug = debug_from_environment()
     source = ModelSource(Path(orders.path), orders.kind, orders.name, orders.config.hf_overrides)
     model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
@@ -218,7 +218,7 @@ def serve(orders: Orders) -> None:
     limits, digests = core.scheduler.limits, kv.digests
     facts = EngineFacts(source.name, orders.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights)
     router.ready(facts, loop.pulse(busy=False), core.roster.numbers)
-    gc.freeze()  # what is here stays, and need not be looked at again
+    gc.freeze()  # what is allocated now stays, so the collector need not visit it again
     try:
         loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
     except Exception as error:
@@ -226,13 +226,13 @@ def serve(orders: Orders) -> None:
 
 
 def _end(error: OctavoError) -> None:
-    """Ends the process at once, also where its loop waits for requests. The supervisor starts another one."""
+    """Ends the process at once, even while its loop waits for requests. The supervisor starts another one."""
     log.logger.error("the engine cannot go on: %s", error)
     os._exit(BROKEN)
 
 
 class LoopBroke(Exception):
-    """The engine had started and cannot go on."""
+    """The engine had started and cannot continue."""
 
 
 def main(parent: int) -> None:
@@ -240,7 +240,7 @@ def main(parent: int) -> None:
 
 
 def _serve_on_share(orders: Orders) -> None:
-    """Serves on the cores and GPUs that this engine has, where others have the rest. Ray gives out GPUs itself."""
+    """Runs on this engine's share of the cores and GPUs, if other engines have the rest. Ray assigns GPUs itself."""
     if orders.on_host > 1:
         keep_to(share_of_cpus(orders.place, orders.on_host, allowed_cpus()))
     if orders.engines > 1 and not orders.far and orders.config.device != "cpu":
@@ -249,12 +249,12 @@ def _serve_on_share(orders: Orders) -> None:
 
 
 def run_child(parent: int, work: Callable[[Orders], None]) -> None:
-    """Does the work of a process that has its orders from `parent`, and tells why it ended. It does not return."""
+    """Runs a process that has its configuration from `parent`, and reports why it ended. Does not return."""
     die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a server's processes; the parent decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a server; the parent decides what they mean
         signal.signal(number, signal.SIG_IGN)
     answers = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that output of libraries is not taken for the reason
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
@@ -273,7 +273,7 @@ def run_child(parent: int, work: Callable[[Orders], None]) -> None:
     os._exit(code)  # at once, whatever other threads do
 
 
-# -- the log line of a busy engine, every ten seconds: what it did since the last one, and its state
+# -- the log line of a busy engine, every ten seconds: what it did since the last line, and its state
 
 STATS_SECONDS = 10.0
 
@@ -284,7 +284,7 @@ class StatsLog:
         self._told, self._told_at = copy(stats), clock()
 
     def turn(self, stats: SchedulerStats) -> None:
-        """Logs if it is time. Called between steps, and when the engine has something to do again."""
+        """Logs if it is time. Called between steps, and when the engine has work again."""
         now = self._clock()
         if now - self._told_at < STATS_SECONDS:
             return

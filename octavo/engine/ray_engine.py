@@ -2,9 +2,9 @@
 
     API processes  -- unix socket -->  bridge  -- calls of an actor with bytes -->  actor and engine process (`engine/ray_host.py`)
 
-To the server it is an engine process: its orders come on stdin, it says on stdout why it ended, and it ends with its parent. It finds a
-node for the engine, and carries frames as they are. If the actor or its node dies, the bridge ends, and the server starts another one.
-If the bridge ends, Ray ends the actor.
+The server sees it as an engine process: it reads its configuration from stdin, writes why it ended to stdout, and ends with its parent.
+It finds a node for the engine, and forwards frames unchanged. If the actor or its node dies, the bridge ends, and the server starts
+another one. If the bridge ends, Ray ends the actor.
 """
 
 import os
@@ -28,9 +28,9 @@ from octavo.log import Stopwatch, logger
 from octavo.worker.ray_cluster import LOOK_SECONDS, reason_of
 from octavo.worker.ray_spot import Spot
 
-CLOCK_READS = 5  # the quickest answer tells most exactly how far the clocks are apart
-CALLS_AHEAD = 2  # that wait for news: one waits while the answer of the other travels
-LOOK_MS = 1000  # between two looks at the socket's file
+CLOCK_READS = 5  # the quickest answer gives the most exact difference between the clocks
+CALLS_AHEAD = 2  # calls that wait for updates: one waits while the answer of the other travels
+LOOK_MS = 1000  # between two checks of the socket's file
 
 
 def main(parent: int) -> None:
@@ -38,7 +38,7 @@ def main(parent: int) -> None:
 
 
 def _serve(orders: Orders) -> None:
-    """Runs for ever. Raises if the engine cannot start or go on."""
+    """Runs forever. Raises if the engine cannot start or continue."""
     watch, gpus = Stopwatch(), orders.config.device == "cuda"
     if gpus and orders.config.num_ranks > 1:
         raise ConfigError(
@@ -57,7 +57,7 @@ def _serve(orders: Orders) -> None:
 
 
 def _most(orders: Orders) -> int:
-    """Returns the CPUs of the cluster that all engines need, for the first that starts. An engine of several ranks asks Ray for each."""
+    """Returns the CPUs that all engines need, for the first engine that starts. An engine of several ranks asks Ray for each rank."""
     ranks = orders.config.num_ranks
     return orders.engines * (1 + ranks if ranks > 1 else 1) if orders.epoch == 1 and orders.number == 0 else 0
 
@@ -74,10 +74,10 @@ def _clock_ahead(ray: Any, actor: Any) -> float:
 
 
 class Bridge:
-    """The main thread has the socket, another one waits for what the engine says."""
+    """The main thread owns the socket; another thread waits for frames of the engine."""
 
     def __init__(self, address: str, ray: Any, actor: Any, name: str) -> None:
-        """`name`: of the engine, for who reads why it ended"""
+        """`name`: the engine's name, for messages about why it ended."""
         self._address, self._name = address, name
         self._ray = ray
         self._push = actor.push.options(num_returns=0)
@@ -91,7 +91,7 @@ class Bridge:
         bind(self._socket, address)
 
     def run(self, lifeline: int) -> None:
-        """Carries frames until the engine ends, and raises why. `lifeline`: a descriptor that closes when the parent ends"""
+        """Forwards frames until the engine ends, and raises the reason. `lifeline`: a descriptor that closes when the parent ends."""
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
         poller = zmq.Poller()
         for each in (self._socket, self._woken, lifeline):
@@ -125,7 +125,7 @@ class Bridge:
     def _stay_reachable(self) -> None:
         """Binds again if the socket's file was removed."""
         if not os.path.exists(self._address.removeprefix("ipc://")):
-            with suppress(ConfigError):  # next time
+            with suppress(ConfigError):  # it is tried again later
                 bind(self._socket, self._address)
 
     # --- the thread that listens -------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class Bridge:
             try:
                 carried = msgspec.msgpack.decode(self._ray.get(calls.popleft()), type=Carried)
                 calls.append(self._pull.remote())
-            except Exception as error:  # an actor that died, a node that is gone, a cluster that was left
+            except Exception as error:  # the actor died, the node is gone, or the cluster was left
                 carried = Carried([], Reason("EngineError", f"it is gone: {reason_of(error)}"))
             self._came.append(carried)
-            with suppress(BlockingIOError):  # it has been told often enough
+            with suppress(BlockingIOError):  # enough signals are already pending
                 os.write(self._wake, b"\0")

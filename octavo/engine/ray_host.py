@@ -3,8 +3,8 @@
     bridge    push: frames of clients      -->  actor   a DEALER for each client  -->  engine process (`engine/process.py`)
               <--  pull: frames of the engine           <--
 
-Calls carry bytes, and so do their answers: no object of ours goes through Ray. The engine process is a child of the actor and ends with
-it. It does not know that it is on Ray.
+Calls and their answers carry bytes: no object of ours goes through Ray. The engine process is a child of the actor and ends with it.
+It does not know that it is on Ray.
 """
 
 import os
@@ -29,22 +29,22 @@ from octavo.worker.machine import allowed_cpus
 from octavo.worker.ray_actor import Node
 from octavo.worker.ray_cluster import own_address
 
-LOOK_MS = 1000  # between two looks at the folder of the socket
-SILENT_SECONDS = 60.0  # a client that is silent so long is forgotten
+LOOK_MS = 1000  # between two checks of the socket's folder
+SILENT_SECONDS = 60.0  # a client that is silent for so long is forgotten
 MOST_FRAMES = 1024  # in one answer
 
-Frame = tuple[bytes, bytes]  # the name of a client, and what it says or is told
+Frame = tuple[bytes, bytes]  # the name of a client, and a frame from it or for it
 
 
 class Begin(Struct, frozen=True):
-    """The orders of an engine, and variables of the environment that it is to have."""
+    """The configuration of an engine, and environment variables for it."""
 
     orders: Orders
     environment: dict[str, str]
 
 
 class Carried(Struct, array_like=True, frozen=True):
-    """Frames in the order in which they were sent, and why there will be no more."""
+    """Frames in the order in which they were sent, and the reason if there will be no more."""
 
     frames: list[Frame]
     ended: Reason | None = None
@@ -62,7 +62,7 @@ class EngineActor:
         return msgspec.json.encode(Node(allowed_cpus(), __version__))
 
     def clock(self) -> bytes:
-        """Returns the time of this host, by the clock that engines use."""
+        """Returns the time of this host by the engines' clock."""
         return msgspec.json.encode(time.monotonic())
 
     def begin(self, data: bytes) -> None:
@@ -73,11 +73,11 @@ class EngineActor:
 
     def push(self, data: bytes) -> None:
         self._down.extend(msgspec.msgpack.decode(data, type=Carried).frames)
-        with suppress(BlockingIOError):  # it has been told often enough
+        with suppress(BlockingIOError):  # enough signals are already pending
             os.write(self._wake, b"\0")
 
     def pull(self) -> bytes:
-        """Waits for frames of the engine. Returns all that there are, and why it ended if it did."""
+        """Waits for frames of the engine. Returns all of them, and the reason if the engine has ended."""
         frames: list[Frame] = []
         item = self._up.get()
         while not isinstance(item, Reason):
@@ -112,14 +112,14 @@ class EngineActor:
                     carrier.send(*self._down.popleft())
                 for frame in carrier.receive():
                     self._up.put(frame)
-                with suppress(OSError):  # who needs it will say so
+                with suppress(OSError):  # whoever needs the folder reports its absence
                     folder.make_again()
         except BaseException as error:
             self._up.put(Reason("EngineError", f"its frames can no longer be carried: {type(error).__name__}: {error}"))
 
 
 class Carrier:
-    """The sockets of all clients, as the engine process sees them. One thread has them."""
+    """The sockets of all clients, as the engine process sees them. One thread owns them."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -144,7 +144,7 @@ class Carrier:
         self._sockets[name].send(frame, zmq.NOBLOCK)
 
     def receive(self) -> list[Frame]:
-        """Returns all that the engine has said. What one client is told stays in order."""
+        """Returns everything that the engine has sent. Frames for one client stay in order."""
         found: list[Frame] = []
         for name, socket in self._sockets.items():
             with suppress(zmq.Again):
@@ -155,7 +155,7 @@ class Carrier:
     def _connected(self, name: bytes) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, name)
-        # what is sent waits for an engine that is not there yet; nothing is dropped
+        # frames wait for an engine that is not there yet; nothing is dropped
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, 50)):
             socket.setsockopt(option, value)
         socket.connect(self._address)
@@ -163,7 +163,7 @@ class Carrier:
         return socket
 
     def _forget_silent(self) -> None:
-        """Closes the sockets of clients that are gone. The engine has given them up long before."""
+        """Closes the sockets of clients that are gone. The engine has dropped them long before."""
         now = time.monotonic()
         for name in [name for name in self._sockets if now - self._seen[name] > SILENT_SECONDS]:
             self._poller.unregister(self._sockets[name])
@@ -172,7 +172,7 @@ class Carrier:
 
 
 def _reason(said: bytes, code: int) -> Reason:
-    """Returns why the engine ended: what it said itself, or how its process ended."""
+    """Returns why the engine ended: its own reason, or how its process ended."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(said, type=Reason)
     return Reason("EngineError", f"it {how_ended(code)}")

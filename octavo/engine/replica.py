@@ -1,9 +1,9 @@
-"""`Replica`: one engine as an API process knows it. It has its state and numbers, its link, and its supervisor where this process has it.
+"""`Replica`: one engine as an API process knows it: its state and numbers, its link, and its supervisor if this process has it.
 
-    loading ──► ready ──► dead ──► ready ...        the supervisor starts it again
+    loading ──► ready ──► dead ──► ready ...        the supervisor restarts it
                   └──► draining ──► dead            it gets no new requests, because it is to be replaced
 
-What it says goes to the `Door`, which has the requests of all replicas.
+Its messages go to the `Door`, which has the requests of all replicas.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from octavo.errors import OctavoError
 from octavo.messages import EngineFacts, PinState, RankNumbers, SchedulerStats
 
 State = Literal["loading", "ready", "draining", "dead"]
-RETRY_SECONDS = 1.0  # what a client is told to wait
+RETRY_SECONDS = 1.0  # `Retry-After` of a client
 NOTHING = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Door(Protocol):
-    """The receiver of what a replica says."""
+    """The receiver of a replica's messages."""
 
     def on_ready(self, replica: "Replica") -> None: ...
 
@@ -36,36 +36,36 @@ class Door(Protocol):
     def on_cached(self, replica: "Replica", cached: Cached) -> None: ...
 
     def on_down(self, replica: "Replica", reason: str) -> None:
-        """The engine is dead. Its requests get no more news."""
+        """Called when the engine is dead. Its requests get no more updates."""
 
     def on_lost(self, replica: "Replica") -> None:
-        """A message was lost, so its requests cannot be trusted any more."""
+        """Called when a message was lost, so that the engine's requests are no longer reliable."""
 
     def on_stays_dead(self, replica: "Replica", error: OctavoError) -> None:
-        """There will be no other engine."""
+        """Called when no other engine will start."""
 
 
 class Replica:
     def __init__(self, number: int, address: str, name: str, door: Door, serving: Serving, frame_limit: int) -> None:
-        """`name`: of this process, at the head of the ids of its requests"""
+        """`name`: this process's name, the prefix of the ids of its requests."""
         self.number = number
         self.address = address
         self.state: State = "loading"
-        self.stats = NOTHING  # since the server's start: an engine that was started again goes on counting
-        self.ranks: list[RankNumbers] = []  # where there are several
-        self.facts: EngineFacts | None = None  # once it was ready
-        self.pins: dict[str, PinState] | None = None  # by id; None: not told yet
-        self.pins_before: dict[str, PinState] = {}  # of the engine before this one
-        self.stays_dead = False  # there will be no other
+        self.stats = NOTHING  # since the server's start; they continue over restarts of the engine
+        self.ranks: list[RankNumbers] = []  # if there are several
+        self.facts: EngineFacts | None = None  # set when it is first ready
+        self.pins: dict[str, PinState] | None = None  # by id; None: not reported yet
+        self.pins_before: dict[str, PinState] = {}  # of the previous engine
+        self.stays_dead = False  # no other engine will start
         self._door, self._serving = door, serving
         self._link = Link(address, name, self, frame_limit)
-        self._before = NOTHING  # what engines before this one counted
+        self._before = NOTHING  # counts of earlier engines
         self._last_sign = self._stalled = 0.0
         self._supervisor: Supervisor | None = None
         self.view = ViewStream(self._link)
 
     def supervise(self, orders: Orders) -> None:
-        """Starts the engine, which is then this process's own. If it has been started, the orders are for its next start."""
+        """Starts the engine, which then belongs to this process. If it is already running, the configuration applies to its next start."""
         if self._supervisor is not None:
             self._supervisor.orders = orders
             return
@@ -83,12 +83,12 @@ class Replica:
 
     @property
     def is_there(self) -> bool:
-        """Whether it can be spoken to."""
+        """Returns whether messages can be sent to it."""
         return self._link.epoch > 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no request of anybody, as far as it has said."""
+        """Returns whether it has no requests of any process, as of its last heartbeat."""
         return self.stats.running + self.stats.waiting == 0
 
     def send(self, body: Down) -> None:
@@ -100,7 +100,7 @@ class Replica:
         self.state = "draining"
         self.send(Drain())
         deadline = time.monotonic() + seconds
-        await asyncio.sleep(2 * BEAT_SECONDS)  # other API processes hear of it with its next beat
+        await asyncio.sleep(2 * BEAT_SECONDS)  # its next heartbeat informs other API processes
         while self.is_there and not self.is_empty and time.monotonic() < deadline:
             await asyncio.sleep(BEAT_SECONDS)
         if self.is_there:
@@ -109,7 +109,7 @@ class Replica:
             await asyncio.sleep(BEAT_SECONDS)
 
     def kill(self) -> None:
-        """Kills the engine process. Another one is started at once, and this does not count as a restart."""
+        """Kills the engine process. Another one is started at once; this does not count as a restart."""
         assert self._supervisor is not None
         self._supervisor.replace()
 
@@ -119,10 +119,10 @@ class Replica:
         if self._supervisor is not None:
             await self._supervisor.stop()
 
-    # --- what the engine says ----------------------------------------------------------------------------------------
+    # --- messages of the engine ------------------------------------------------------------------------------------------
 
     def on_hello(self, hello: Hello) -> None:
-        if self.facts is not None and self.state != "dead":  # nobody has noticed yet
+        if self.facts is not None and self.state != "dead":  # the death of the previous engine has not been noticed yet
             self._door.on_down(self, "there is a new one")
         self.facts = hello.facts
         self.pins, self.pins_before = None, self.pins or self.pins_before
@@ -161,17 +161,17 @@ class Replica:
         self.view.push(view.frame)
 
     def on_hangup(self) -> None:
-        if self._supervisor is None and self.is_there:  # who supervises it knows, and why
+        if self._supervisor is None and self.is_there:  # the supervising process knows the reason
             self._on_down("it hung up")
 
     def on_lost(self) -> None:
         self.view.begin_again()
         self._door.on_lost(self)
 
-    # --- whether it lives --------------------------------------------------------------------------------------------
+    # --- whether it is alive ---------------------------------------------------------------------------------------------
 
     def check(self, slept: float) -> None:
-        """Pings the engine, and ends one that is as good as dead. `slept`: seconds in which this process could not listen"""
+        """Sends a heartbeat, and ends an engine that is as good as dead. `slept`: seconds in which this process could not receive."""
         self._link.ping()
         self._last_sign += slept
         if self.is_there and (verdict := self._verdict(time.monotonic())):

@@ -1,10 +1,10 @@
-"""A thread of the engine process that owns the ROUTER socket, so that clients are heard during a step.
+"""A thread of the engine process that owns the ROUTER socket, so that clients are served during a step.
 
-    this thread    takes frames, refuses at once what the queue has no room for, sends the news of every step and heartbeats
-    main thread    between steps: `take` what came in, step, `give` the news
+    this thread    receives frames, refuses requests at once if the queue is full, sends the updates of every step and heartbeats
+    main thread    between steps: `take` the commands, step, `give` the updates
 
-A client is an API process. The ids of its requests begin with its name on the socket, so news find their way back. A client that
-is silent for some seconds, or whose process is gone, is given up: its requests are aborted.
+A client is an API process. The ids of its requests begin with its name on the socket, so updates find their way back. A client that
+is silent for some seconds, or whose process is gone, is dropped: its requests are aborted.
 """
 
 import os
@@ -45,23 +45,23 @@ from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, Schedul
 from octavo.worker.faults import Faults
 
 BEAT_SECONDS = 0.25
-GIVE_BACK_SECONDS = 5.0  # an engine that has nothing to do gives freed memory back to the system, at most so often
-CLIENT_SECONDS = 10.0  # a client that is silent so long is given up
-FRAMES_AT_ONCE = 256  # taken in before news are sent again
-LARGE = 256  # tokens with logprobs in one frame: a reader must not be busy for long with one
-BROKEN = 2  # exit code of an engine process that cannot go on
+GIVE_BACK_SECONDS = 5.0  # the shortest time between two returns of freed memory to the system, while idle
+CLIENT_SECONDS = 10.0  # a client that is silent for so long is dropped
+FRAMES_AT_ONCE = 256  # received before updates are sent again
+LARGE = 256  # tokens with logprobs in one frame, so that a reader is not busy for long with one
+BROKEN = 2  # exit code of an engine process that cannot continue
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A client was given up."""
+    """A client was dropped."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """A client wants to see the engine, or no more."""
+    """A client starts or stops watching the engine."""
 
     name: str
     wanted: Wanted
@@ -69,7 +69,7 @@ class Watching:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A client has heard that the engine is ready."""
+    """A client has been informed that the engine is ready."""
 
     name: str
 
@@ -82,9 +82,9 @@ class Pulse:
     """The state of the loop, published between steps."""
 
     at: float
-    busy: bool  # a step follows
+    busy: bool  # another step follows
     steps: int
-    taken: int  # requests taken out of the inbox, ever
+    taken: int  # requests taken out of the inbox since the start
     free_rows: int
     stats: SchedulerStats  # a snapshot
 
@@ -94,10 +94,10 @@ class _Client:
 
     def __init__(self, identity: bytes, pid: int) -> None:
         self.identity = identity
-        self.pid = pid  # 0: it is on another host, so only its silence tells that it is gone
+        self.pid = pid  # 0: it is on another host, so only its silence shows that it is gone
         self.greeted = False  # it knows that the engine is ready
-        self.heard = 0  # number of its last frame
-        self.sent = 0  # number of the last one to it
+        self.heard = 0  # number of the last frame from it
+        self.sent = 0  # number of the last frame to it
         self.seen = time.monotonic()
 
     @property
@@ -121,7 +121,7 @@ class Router:
     def __init__(
         self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults, lifeline: int | None = None, far: bool = False
     ) -> None:
-        """`lifeline`: a descriptor that closes when the parent ends. `far`: clients are processes of another host"""
+        """`lifeline`: a descriptor that closes when the parent ends. `far`: clients are processes of another host."""
         self._epoch = epoch
         self._max_queue = max_queue
         self._faults = faults
@@ -130,10 +130,10 @@ class Router:
         self._facts: EngineFacts | None = None
         self._pulse: Pulse | None = None
         self._ranks: Callable[[], list[RankNumbers]] = list
-        self._draining = False  # it is to get no new requests
-        self._handed = 0  # requests put into the inbox, ever
-        self._roused_at = 0.0  # when one was put there that found the loop idle
-        self._given_back = 0, time.monotonic()  # after which step freed memory was last given back, and when
+        self._draining = False  # it gets no new requests
+        self._handed = 0  # requests put into the inbox since the start
+        self._roused_at = 0.0  # when a request was put there while the loop was idle
+        self._given_back = 0, time.monotonic()  # step after which freed memory was last returned, and when
         self._news_frames = 0
         self._pace = Pace()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -151,7 +151,7 @@ class Router:
     def start(self) -> None:
         threading.Thread(target=self._run, name="router", daemon=True).start()
 
-    # --- for the main thread -----------------------------------------------------------------------------------------
+    # --- for the main thread ---------------------------------------------------------------------------------------------
 
     def ready(self, facts: EngineFacts, pulse: Pulse, ranks: Callable[[], list[RankNumbers]] = list) -> None:
         self._pulse, self._facts, self._ranks = pulse, facts, ranks
@@ -161,7 +161,7 @@ class Router:
         self._pulse = pulse
 
     def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
-        """Returns all commands that came in. With `wait`, it waits for at least one, for some time or for ever."""
+        """Returns all commands that have arrived. With `wait`, it waits for at least one, for some time or forever."""
         commands: list[Command] = []
         with suppress(queue.Empty):
             while True:
@@ -179,15 +179,15 @@ class Router:
             self._rouse()
 
     def tell(self, body: Up, name: str | None = None) -> None:
-        """Tells one client, or all, before the news that are given after it."""
+        """Sends a message to one client, or to all, ahead of the updates that are given later."""
         self._words.append((name, body))
         self._rouse()
 
     def _rouse(self) -> None:
-        with suppress(BlockingIOError):  # it has been told often enough
+        with suppress(BlockingIOError):  # enough signals are already pending
             os.write(self._wake, b"\0")
 
-    # --- the thread --------------------------------------------------------------------------------------------------
+    # --- the thread ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -234,7 +234,7 @@ class Router:
             self._meet(identity, client, frame, frame.body)
             return
         if client is None or frame.epoch != self._epoch:
-            return  # meant for an engine before this one
+            return  # meant for the previous engine
         client.seen = time.monotonic()
         expected, client.heard = client.heard + 1, frame.number
         if frame.number != expected:
@@ -243,21 +243,21 @@ class Router:
             self._obey(client, frame.body)
 
     def _meet(self, identity: bytes, client: _Client | None, frame: DownFrame, ping: Ping) -> None:
-        """Welcomes a client that is new, or does not know yet that this is a new engine."""
+        """Greets a client that is new, or that does not know yet that this is a new engine."""
         if client is None:
             if not identity.isalnum():
-                return  # none of ours
+                return  # not a frame of ours
             client = self._clients[identity] = _Client(identity, 0 if self._far else ping.pid)
-            if frame.epoch == self._epoch:  # it was given up and is back
+            if frame.epoch == self._epoch:  # it was dropped and is back
                 client.greeted = True
                 self._send(client, Lost())
-        elif client.greeted:  # it has given up this engine, or not heard of it yet
+        elif client.greeted:  # it has dropped this engine, or has not received the greeting yet
             client.greeted = False
             self._inbox.put(Gone(client.name))
         client.seen, client.heard = time.monotonic(), frame.number
 
     def _greet(self) -> None:
-        """Tells clients that do not know it yet that the engine is ready."""
+        """Informs clients that the engine is ready, if they do not know it yet."""
         if self._facts is None:
             return
         for client in self._clients.values():
@@ -302,12 +302,12 @@ class Router:
         return self._pulse is None or self._waiting - self._pulse.free_rows >= self._max_queue
 
     def _count_end(self, index: int | None) -> None:
-        """Counts the end of a request. The end of its first sample, or of all, counts."""
+        """Counts the end of a request: the end of its first sample, or of all."""
         if not index:
             self._pace.end(time.monotonic())
 
     def _lose(self, client: _Client) -> None:
-        """Drops all requests of a client that lost a frame: nobody knows which, so none of them can be trusted."""
+        """Drops all requests of a client that lost a frame: it is unknown which one, so none is reliable."""
         logger.error("A frame of client %s was lost, its requests end", client.name)
         self._inbox.put(Gone(client.name))
         self._send(client, Lost())
@@ -348,9 +348,9 @@ class Router:
             self._socket.send_multipart([client.identity, frame], zmq.NOBLOCK)
 
     def _stay_reachable(self) -> None:
-        """Binds again if the socket's file was removed. The first API process makes the folder again. Connected clients stay connected."""
+        """Binds again if the socket's file was removed. The first API process restores the folder. Existing connections continue."""
         if not os.path.exists(self._address.removeprefix("ipc://")):
-            with suppress(ConfigError):  # next time
+            with suppress(ConfigError):  # it is tried again later
                 bind(self._socket, self._address)
 
     def _beat(self) -> None:
@@ -382,12 +382,12 @@ def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
 
 
 def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:
-    """Returns for how long the loop has had something to do and did not turn. Without anything to do it may sleep."""
+    """Returns how long the loop has had work without turning. Without work it may sleep."""
     return now - max(pulse.at, roused_at) if pulse.busy or inbox else 0.0
 
 
 def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
-    """Gives the news of a step in one piece, or in several if they are large, such as logprobs of a long prompt."""
+    """Yields the updates of a step in one frame, or in several if they are large, such as the logprobs of a long prompt."""
     pieces = [delta for delta in news if delta.prompt_logprobs is not None]
     for delta in pieces:
         assert delta.prompt_logprobs is not None

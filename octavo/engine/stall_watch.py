@@ -1,10 +1,10 @@
-"""For tests: says what keeps a loop from turning (`OCTAVO_DEBUG=loop.slow=200,step.slow=1000`), with the stack at that moment.
+"""For tests: reports what blocks a loop (`OCTAVO_DEBUG=loop.slow=200,step.slow=1000`), with the stack at that moment.
 
     event loop       a thread asks it for a sign of life, again and again; a turn is what runs before the sign comes
     engine's loop    a turn is one call, with at most one step in it
 
-Turns are measured in CPU time of the loop's own thread, so a machine that is busy with something else is no stall. Another thread
-that does not let go of the interpreter holds up the loop just as well: it shows in the thread here, which comes late then.
+Turns are measured in CPU time of the loop's own thread, so other work on the machine does not count as a stall. Another thread that
+holds the interpreter blocks the loop as well: the thread here then wakes late.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from typing import Protocol
 from octavo.log import logger
 
 LOOK_SECONDS = 0.02
-FOR_EVER_SECONDS = 5.0  # what takes longer is reported before it ends, if it ever does
-OTHERS = 5  # another thread may have the interpreter for so many times longer: a large body is parsed in one go
-SAID = "did not turn for"  # what tests look for
+FOR_EVER_SECONDS = 5.0  # a longer turn is reported before it ends
+OTHERS = 5  # another thread may hold the interpreter so many times longer: a large body is parsed in one call
+SAID = "did not turn for"  # text that tests look for
 Stack = list[tuple[str, int, str]]  # file, line, function
 
 
 class Watch(Protocol):
     def begin(self) -> None:
-        """Notes that a turn begins."""
+        """Records the beginning of a turn."""
 
     def end(self) -> None:
-        """Notes that the turn is over."""
+        """Records the end of a turn."""
 
 
 class NoWatch:
@@ -40,7 +40,7 @@ class NoWatch:
 
 
 class StallWatch:
-    """A watch over one thread, which must make it."""
+    """Watches one thread, which must create it."""
 
     def __init__(self, what: str, milliseconds: int) -> None:
         self._what = what
@@ -53,7 +53,7 @@ class StallWatch:
         self._looked = self._times()
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> "StallWatch":
-        """`loop`: the event loop whose turns are watched. Without one, `begin` and `end` say what a turn is."""
+        """`loop`: the event loop whose turns are watched. Without one, `begin` and `end` mark the turns."""
         threading.Thread(target=self._run, args=(loop,), name="stall watch", daemon=True).start()
         return self
 
@@ -76,7 +76,7 @@ class StallWatch:
                 self.begin()
                 try:
                     loop.call_soon_threadsafe(self.end)
-                except RuntimeError:  # it is closed
+                except RuntimeError:  # the loop is closed
                     return
 
     def _look(self, took: float) -> None:
@@ -105,8 +105,9 @@ class StallWatch:
 
 
 def _stack_of(thread: int | None) -> Stack:
-    """Returns where the thread is, from the outside in. Source lines are read later: to open a file lets go of the interpreter, and a busy
-    thread may keep it until its turn is over."""
+    """Returns the thread's stack, outermost call first. Source lines are read later: opening a file releases the interpreter, and a busy
+    thread may then keep it until its turn is over.
+    """
     frame, stack = sys._current_frames().get(thread or 0), []
     while frame is not None:
         stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))

@@ -1,7 +1,7 @@
-"""`Supervisor` starts the engine process, sees at once when it ends, and starts another one. `SocketFolder` is where they meet.
+"""`Supervisor` starts the engine process, notices its end at once, and restarts it. `SocketFolder` holds the engine's socket.
 
-`octavo.child.Restarts` says how often and how soon. After `max_restarts` the engine stays dead.
-The process is the leader of a group of its own and is ended with all its children. It dies with this one, whatever happens here.
+`octavo.child.Restarts` defines how often and how soon. After `max_restarts` the engine stays dead.
+The process leads a process group of its own and is ended with all its children. It always dies with this process.
 """
 
 import asyncio
@@ -37,27 +37,27 @@ class Serving:
     """The settings of an engine in a process of its own."""
 
     max_queue: int = 1024  # requests that may wait
-    queue_timeout: float | None = None  # seconds one may
+    queue_timeout: float | None = None  # seconds that a request may wait
     max_restarts: int = 3
-    beat_timeout: float = 3.0  # seconds without a sign of life after which the engine is dead
-    hang_timeout: float = 300.0  # seconds a single step may take
+    beat_timeout: float = 3.0  # seconds without a heartbeat after which the engine is dead
+    hang_timeout: float = 300.0  # seconds that a single step may take
     log_format: str = "text"
-    step_seconds: float = 0.0  # that a step takes at least
+    step_seconds: float = 0.0  # seconds that a step takes at least
     inspector: bool = False  # whether it may be watched
     engines: int = 1
-    routing: Policy = "prefix"  # which of them gets a request
-    first_number: int = 0  # of this process's requests, for their noise
-    number_step: int = 1  # from one to the next: each API process has numbers of its own
+    routing: Policy = "prefix"  # how an engine is chosen for a request
+    first_number: int = 0  # number of this process's first request; numbers seed the noise of sampling
+    number_step: int = 1  # step between numbers: each API process has its own numbers
 
     def restarts(self) -> Restarts:
-        """Returns how often and how soon an engine is started again. Where others serve meanwhile, the pauses do not grow."""
+        """Returns how often and how soon an engine is restarted. If other engines serve meanwhile, the pauses do not grow."""
         return Restarts(self.max_restarts, grows=self.engines == 1)
 
 
 def orders_of(
     text: TextSide, config: EngineConfig, serving: Serving, number: int, address: str, digest_key: bytes, first: EngineFacts | None
 ) -> Orders:
-    """Returns the orders of an engine. `first`: of the first engine, which finds out how large its pool can be; others get the same"""
+    """Returns the configuration of an engine. `first`: that of the first, which determines the size of the pool for all."""
     source = text.source
     if first is not None and serving.engines > 1:
         limits = first.limits
@@ -87,7 +87,7 @@ def orders_of(
 
 
 class Supervisor:
-    """Calls `on_start` at every start, `on_down` with why an engine ended, `on_dead` with why there will be no other."""
+    """Calls `on_start` at every start, `on_down` with why an engine ended, and `on_dead` with why there will be no other."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class Supervisor:
         on_down: Callable[[str], None],
         on_dead: Callable[[OctavoError], None],
     ) -> None:
-        self.orders = orders  # of the next start
+        self.orders = orders  # for the next start
         self._restarts = restarts
         self._on_start, self._on_down, self._on_dead = on_start, on_down, on_dead
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready_at: float | None = None  # of the engine that runs
+        self._ready_at: float | None = None  # of the running engine
         self._verdict = ""  # why it was killed, if it was
-        self._replaces = False  # it was killed to be replaced
-        self._code = 0  # with which the last one ended
+        self._replaces = False  # it was killed in order to be replaced
+        self._code = 0  # exit code of the last process
         self._task = lasting(self._supervise(), on_dead)
 
     @property
@@ -116,7 +116,7 @@ class Supervisor:
         return self._process is not None and is_stopped(self._process.pid)
 
     def ready(self) -> None:
-        """Notes that the engine is ready."""
+        """Records that the engine is ready."""
         self._ready_at = time.monotonic()
 
     def kill(self, verdict: str) -> None:
@@ -129,7 +129,7 @@ class Supervisor:
         self.kill("it is replaced")
 
     async def stop(self) -> None:
-        """Ends the engine at once, and for good."""
+        """Ends the engine at once and permanently."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self._reap()
@@ -164,7 +164,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _live(self, orders: Orders) -> bytes:
-        """Waits from the start of the process to its end. Returns what it wrote."""
+        """Waits from the start of the process to its end. Returns its output."""
         module = "octavo.engine.ray_engine" if orders.is_on_ray else "octavo.engine.process"
         words = command(module, "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
@@ -175,7 +175,7 @@ class Supervisor:
         def hear() -> None:
             data = os.read(out, 4096)
             said.extend(data)
-            if not data and not ended.done():  # nobody holds the other end any more
+            if not data and not ended.done():  # no process holds the other end any more
                 ended.set_result(None)
 
         loop, out = asyncio.get_running_loop(), process.stdout.fileno()
@@ -190,7 +190,7 @@ class Supervisor:
         return bytes(said)
 
     def _why(self, said: bytes) -> OctavoError:
-        """Returns the reason for the user: what the process said itself, or how it ended."""
+        """Returns the reason for the user: the process's own message, or how it ended."""
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(said, type=Reason).error()
         return EngineError(self._verdict or f"it {how_ended(self._code)}")
@@ -198,8 +198,8 @@ class Supervisor:
     def _reap(self) -> None:
         if self._process is None:
             return
-        self._end_group()  # before anybody waits for it: its number is nobody else's yet
-        with self._process:  # closes pipes, and waits
+        self._end_group()  # before the process is reaped: until then its id is not reused
+        with self._process:  # closes the pipes, and waits
             pass
         self._code, self._process = self._process.returncode, None
 
@@ -210,7 +210,7 @@ class Supervisor:
 
 
 def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], None]) -> asyncio.Task[None]:
-    """Starts a task that nobody waits for. An error in it is logged and reported; otherwise it would vanish with the task."""
+    """Starts a task that nobody awaits. An error in it is logged and reported; otherwise it would vanish with the task."""
 
     def look(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -222,19 +222,19 @@ def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], 
     return task
 
 
-# -- the folder of the engine's socket: only its owner may read it, its path is short enough, and it is made again if it was removed
+# -- the folder of the engine's socket: only its owner may read it, its path is short enough, and it is restored if removed
 #
 #     TMPDIR/octavo-engine-XXXXXXXX/engine    or in /tmp, if TMPDIR is too long for the address of a socket
 
 PREFIX = "octavo-engine-"
 NAME = "engine"
-MOST_BYTES = (103 if sys.platform == "darwin" else 107) - len(f"/{PREFIX}XXXXXXXX/{NAME}")  # of TMPDIR: a socket's path has a limit
+MOST_BYTES = (103 if sys.platform == "darwin" else 107) - len(f"/{PREFIX}XXXXXXXX/{NAME}")  # of TMPDIR: the path of a socket has a limit
 SHORT_PLACE = "/tmp"
 YOUNG_SECONDS = 60.0
 
 
 class SocketFolder:
-    """A folder that is locked while its owner lives. One that is not locked was left behind."""
+    """A folder that is locked while its owner lives. An unlocked folder was left behind."""
 
     def __init__(self) -> None:
         with told_with_tmpdir():
@@ -245,11 +245,11 @@ class SocketFolder:
         self.address = f"ipc://{self._path / NAME}"
 
     def make_again(self) -> None:
-        """Makes the folder again if a cleaner of temporary files removed it. It keeps its name, which other processes know."""
+        """Restores the folder if a cleaner of temporary files removed it. It keeps its name, which other processes know."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.lstat(self._path), os.fstat(self._lock)):
                 return
-        self._path.mkdir(0o700, parents=True)  # a folder that somebody else put there is not used
+        self._path.mkdir(0o700, parents=True)  # a folder that another user put there is not used
         os.close(self._lock)
         self._lock = _locked(self._path)
 
@@ -273,14 +273,14 @@ def _place() -> str:
 def _fits(place: str) -> bool:
     try:
         return len(place.encode()) <= MOST_BYTES
-    except UnicodeEncodeError:  # bytes that are no text cannot be told to the other processes
+    except UnicodeEncodeError:  # bytes that are not text cannot be sent to the other processes
         return False
 
 
 def _locked(path: Path) -> int:
     """Returns a descriptor that holds the lock."""
     descriptor = os.open(path, os.O_RDONLY)
-    with suppress(OSError):  # not every file system can: then it is not swept, either
+    with suppress(OSError):  # some file systems have no locks; then the folder is not removed either
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
 
@@ -288,7 +288,7 @@ def _locked(path: Path) -> int:
 def _sweep(place: str) -> None:
     """Removes folders whose owner was killed. A very young folder stays, since it may not be locked yet."""
     for path in Path(place).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or somebody else removes it, or it is locked
+        with suppress(OSError):  # it belongs to another user, is being removed by another process, or is locked
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if time.time() - os.fstat(descriptor).st_mtime > YOUNG_SECONDS:

@@ -1,13 +1,12 @@
-"""The step trace: every step of an engine as slices, counters and marks that ui.perfetto.dev and chrome://tracing draw (`--trace FILE`).
+"""The step trace: every step of an engine as slices, counters and marks for ui.perfetto.dev and chrome://tracing (`--trace FILE`).
 
     |------------------------ step ------------------------|      tokens, rows, how many of them decode
-    |- schedule -|---- forward ----|- wait -|- update -|...|      what the host did, in order; at depth 2 the result is of the step before
+    |- schedule -|---- forward ----|- wait -|- update -|...|      host work in order; at depth 2 the result is that of the step before
 
-Where a model is split, each rank has a track of its own below. Its steps come up to a second late, with the times at which they were
-made.
+If a model is split, each rank has a track below. Its steps are written up to a second late, with the times at which they ran.
 
-The file is a JSON array of events, which may lack its end: it is written in whole events, at least every half second while steps are made
-and whenever nothing is left to do, so that a killed process leaves one that loads. It stops growing at MOST_BYTES.
+The file is a JSON array of events without a closing bracket. Whole events are written, at least every half second while steps run and
+whenever the engine becomes idle, so the file of a killed process can be loaded. It stops growing at MOST_BYTES.
 """
 
 import os
@@ -22,7 +21,7 @@ from octavo.own_file import open_own
 from octavo.policy.scheduler import Scheduler
 from octavo.worker.roster import Roster, Step
 
-MOST_BYTES = 256 * 2**20  # some 300,000 steps
+MOST_BYTES = 256 * 2**20  # about 300,000 steps
 FLUSH_NS = 500_000_000
 ENGINE_TRACK, FIRST_RANK_TRACK = 1, 2
 HEAD = '[\n{"ph":"M","name":"process_name","pid":'
@@ -30,16 +29,16 @@ HEAD = '[\n{"ph":"M","name":"process_name","pid":'
 
 class Trace(Protocol):
     def begin(self) -> None:
-        """Notes that a step begins."""
+        """Records the beginning of a step."""
 
     def mark(self, name: str) -> None:
-        """Names what was done since the last mark."""
+        """Names the work since the last mark."""
 
     def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """Notes that the step is over."""
+        """Records the end of a step."""
 
     def rest(self, scheduler: Scheduler) -> None:
-        """Notes that no step follows, because nothing is left to do."""
+        """Records that the engine is idle."""
 
     def close(self) -> None: ...
 
@@ -81,16 +80,16 @@ class StepTrace:
         self._pid = os.getpid()
         self._file = open_own("trace", path, "trace", HEAD.encode(), 0o644, goes_on)
         self._left = self._most_bytes = most_bytes
-        self._events: list[str] = []  # not yet written
+        self._events: list[str] = []  # not written yet
         self._written = time.monotonic_ns()
-        self._times: list[tuple[str, int]] = []  # of the step being made: what ended when
+        self._times: list[tuple[str, int]] = []  # of the current step: what ended when
         self._preemptions = 0
-        self._lock = threading.RLock()  # of what is not yet written, and of the file: steps of ranks come in other threads
+        self._lock = threading.RLock()  # guards the unwritten events and the file: steps of ranks arrive in other threads
         head = (",\n" + HEAD[2:]) if goes_on else HEAD
         self._write(f'{head}{self._pid},"args":{{"name":"octavo engine"}}}}')
 
     def follow(self, roster: Roster) -> None:
-        """Gives each rank a track, and writes the steps of its beats there."""
+        """Gives each rank a track, and writes the steps of its heartbeats there."""
         if roster.facts:
             self._name_track(ENGINE_TRACK, "engine")
             for one in roster.facts:
@@ -141,7 +140,7 @@ class StepTrace:
             self._flush(now)
 
     def close(self) -> None:
-        """Ends the array. The file of a killed process lacks the end."""
+        """Closes the array. The file of a killed process lacks the bracket."""
         with self._lock:
             self._flush(time.monotonic_ns())
             self._write("\n]\n")

@@ -1,7 +1,7 @@
 """`octavo verify`: a stress schedule on a real model; the shadow compares every step bit for bit.
 
-A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after a block
-edge, are answered by beam search, and are computed in chunks. A run in which one of these did not happen proves too little, so it fails.
+A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after the end of a
+block, are answered by beam search, and are computed in chunks. A run in which one of these did not happen fails: it proves too little.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from octavo.worker.device import compilers_for
 from octavo.worker.facts import Facts, settle
 from octavo.worker.shadow import Compared, Shadow, happened
 
-BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
-NUM_ROWS = 12  # on a GPU rows read keys together in steps of more than 8
-PREEMPT_EVERY = 7  # steps: whoever came last is preempted, so that beams are among them
-SAMPLES = (1, 3, None, 2, 1)  # of a request and those after it, in turn; None: beams
+BLOCKS_FOR_LONGEST = 8  # blocks that the longest request may fill
+NUM_ROWS = 12  # on a GPU, rows read shared keys together in steps of more than 8
+PREEMPT_EVERY = 7  # steps; the newest sequence is preempted, so that beams are among them
+SAMPLES = (1, 3, None, 2, 1)  # of successive requests, in turn; None: beams
 HAPPENINGS = ("tokens computed", "prefix hits", "forks", "copies on write", "preemptions", "evictions")
 
 
@@ -43,16 +43,16 @@ class Verified:
     preemptions: int
     cached_tokens: int
     requests: int
-    searches: int  # those of them that were answered by beam search
+    searches: int  # requests answered by beam search
     dtype: str
     kv_cache_dtype: str
-    kernels: str  # those that were looked at
-    schedule: dict[str, list[int]]  # what happened, and how often in each step
-    other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank but the first has compared
+    kernels: str  # kernels that were compared
+    schedule: dict[str, list[int]]  # how often each event happened in each step
+    other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank except the first has compared
 
 
 def stress_config(config: EngineConfig, depth: int, groups: Sequence[CacheGroup] = (FULL,)) -> EngineConfig:
-    """Returns settings with the user's model, dtype and block size, and everything else made tight: a pool of three long sequences."""
+    """Returns settings with the user's model, dtype and block size, and tight limits otherwise: a pool of three long sequences."""
     size = config.block_tokens
     tokens = max(2 * size, NUM_ROWS)
     return replace(
@@ -67,20 +67,20 @@ def stress_config(config: EngineConfig, depth: int, groups: Sequence[CacheGroup]
 
 
 def beam_width(groups: Sequence[CacheGroup]) -> int:
-    """Returns how many beams always fit into the pool. Where blocks differ in length, beams share fewer of them."""
+    """Returns how many beams always fit into the pool. If blocks differ in length, beams share fewer of them."""
     return 3 if all(group.links == 1 for group in groups) else 2
 
 
 def stress_requests(count: int, block_size: int, vocab_size: int, seed: int, width: int) -> list[AddRequest]:
-    """Returns prompts over a few shared prefixes. Some come twice, some want several samples, and some `width` beams."""
+    """Returns prompts over a few shared prefixes. Some are repeated, some have several samples, and some have `width` beams."""
     rng = Random(seed)
     size = block_size
     prefixes = [[rng.randrange(vocab_size) for _ in range(3 * size)] for _ in range(3)]
-    tails = [1, 2, size - 1, size, size + 1, 2 * size]  # a sample forks at the last token: at, after and before a block edge
+    tails = [1, 2, size - 1, size, size + 1, 2 * size]  # a sample forks at the last token: at, after and before the end of a block
     requests: list[AddRequest] = []
     for number in range(count):
         if number % 5 == 4:
-            prompt = requests[rng.randrange(len(requests))].prompt_token_ids  # the same again: a full hit
+            prompt = requests[rng.randrange(len(requests))].prompt_token_ids  # repeated: a full hit
         else:
             tail = [rng.randrange(vocab_size) for _ in range(tails[number % len(tails)])]
             prompt = rng.choice(prefixes)[: rng.choice([size, 2 * size, 3 * size])] + tail
@@ -137,8 +137,9 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
 def _open(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: Compilers
 ) -> tuple[Started, Facts, Shadow, dict[int, int]]:
-    """Returns a runner with a shadow, or all ranks, each with one of its own; the facts and the shadow of the first; and a dict that
-    says, once the runner has stopped, how many numbers each of the others has compared."""
+    """Returns a runner with a shadow, or all ranks with one each; the runtime config and shadow of the first rank; and a dict that holds,
+    once the runner has stopped, how many numbers each other rank has compared.
+    """
     if config.num_ranks > 1:
         facts, ranked = open_ranks(config, source, model, debug, compilers, verify=True)
         assert ranked.shadow is not None
@@ -151,7 +152,7 @@ def _open(
 
 
 def _run(core: EngineCore, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:
-    """Adds requests in bursts. Returns the prompt tokens that came from the cache, and what happened in each step."""
+    """Adds requests in bursts. Returns the prompt tokens that came from the cache, and the events of each step."""
     queue, cached, so_far = list(reversed(requests)), 0, [(0,) * len(HAPPENINGS)]
     stats, pool = core.scheduler.stats, core.scheduler.kv.pool.counts
     while queue or core.has_work:
@@ -178,7 +179,7 @@ def _demand_stress(verified: Verified, block_size: int) -> None:
         "beam searches": verified.searches,
     }
     if block_size == 1:
-        del seen["copies on write"]  # a block of one token is never part filled, so it is never copied
+        del seen["copies on write"]  # a block of one token is never partially filled, so it is never copied
     missing = [name for name, count in seen.items() if count == 0]
     if missing:
         more = f"raise --requests above {verified.requests}"

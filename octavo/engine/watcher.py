@@ -1,13 +1,13 @@
-"""`Watcher` knows what one client was told about an engine, and what it was not told yet.
+"""`Watcher` tracks what one client has received about an engine, and what it has not received yet.
 
-    dirty     blocks that changed since; told in their present state, however often they changed
-    owed      blocks whose tokens are to be told: sealed ones from `Contents`, others from the sequence that fills them
-    told      sequences as they were told; a frame has what is different now
-    ended     sequences as they were when they ended, also those that were never told
-    steps, events, ended     rings: what does not fit is counted as lost
+    dirty     blocks that have changed since; sent in their present state, however often they changed
+    owed      blocks whose tokens must be sent: of sealed blocks from `Contents`, of others from the sequence that fills them
+    told      sequences as they were sent; a frame has the differences
+    ended     sequences as they were when they ended, including those that were never sent
+    steps, events, ended     ring buffers: what does not fit is counted as lost
 
-All of it is bounded by the pool, the sequences and the rings, so a client that does not ask costs no more memory. A frame is bounded
-too; what does not fit into one comes with the next.
+The pool, the sequences and the ring buffers bound all of it, so a client that requests no frames costs no more memory. The size of a
+frame is bounded, too; the rest comes with the next frame.
 """
 
 from array import array
@@ -25,20 +25,20 @@ from octavo.policy.scheduler import Scheduler
 MOST_STEPS = 600
 MOST_EVENTS = 2048
 MOST_ENDED = 256
-ENDED_ENTRIES = 65_536  # of their tables together
+ENDED_ENTRIES = 65_536  # of the tables of all ended sequences
 BLOCKS_A_FRAME = 4096
-TOKENS_A_FRAME = 1024  # blocks that are told with their tokens
-ASKED_TOKENS = 64  # of a prompt that waits
+TOKENS_A_FRAME = 1024  # blocks that are sent with their tokens
+ASKED_TOKENS = 64  # of a waiting prompt
 
 
 Place = tuple[Sequence, int, int]  # a block's sequence, cache group, and index in that table
 
 
 class Contents:
-    """The tokens of sealed blocks, and since when. It is kept from the start, because nothing else knows what a cached block holds."""
+    """The tokens of sealed blocks, and since when. It exists from the start, because nothing else knows the content of a cached block."""
 
     def __init__(self, pool: BlockPool, spans: list[int], clock: Callable[[], float]) -> None:
-        """`spans`: tokens in a block of each cache group"""
+        """`spans`: tokens in a block of each cache group."""
         self.spans = spans
         self.since = array("d", [0.0]) * pool.num_blocks  # by the clock
         self._room = max(spans)
@@ -50,7 +50,7 @@ class Contents:
         span, now = self.spans[group], self._clock()
         for index in range(first, end):
             block = seq.tables[group][index]
-            if self._key_of[block] is not None:  # else it is a duplicate that stays with its sequence
+            if self._key_of[block] is not None:  # otherwise it is a duplicate that stays with its sequence
                 start = block * self._room
                 self._ids[start : start + span] = seq.token_ids[index * span : (index + 1) * span]
                 self.since[block] = now
@@ -68,7 +68,7 @@ class _Told:
     state: str
     tokens: int
     computed: int
-    cached: int  # of its request, so that it may change with another sample
+    cached: int  # of its request, so it may change with another sample
     preemptions: int
     tables: list[list[int]]
 
@@ -93,7 +93,7 @@ class _Told:
 
 
 def _state_of(seq: Sequence, start: int) -> SequenceState:
-    """Returns the state of a sequence. `start`: the first entry of its first table to tell"""
+    """Returns the state of a sequence. `start`: the first entry of its first table to send."""
     request, life = seq.request, seq.request.life
     asked = None
     if seq.status is Status.WAITING:
@@ -106,13 +106,13 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
 
 class Watcher:
     def __init__(self, scheduler: Scheduler, contents: Contents, start: float, watched_from: float) -> None:
-        """`start`: times are counted from it. `watched_from`: since then, the taking of blocks was observed."""
-        self.wants = True  # it has asked for a frame
-        self.due = 0.0  # it gets none before
+        """Times are counted from `start`. Allocations of blocks are observed since `watched_from`."""
+        self.wants = True  # it has requested a frame
+        self.due = 0.0  # no frame is sent earlier
         self._scheduler, self._pool = scheduler, scheduler.kv.pool
         self._contents, self._start, self._watched_from = contents, start, watched_from
         held = (block for seq in scheduler.running for table in seq.tables for block in table if block != NULL_BLOCK)
-        self._owed: dict[int, Place | None] = dict.fromkeys(self._pool.index.values())  # where the one that fills it has it
+        self._owed: dict[int, Place | None] = dict.fromkeys(self._pool.index.values())  # its place in the sequence that fills it
         self._dirty = dict.fromkeys(chain(held, self._owed))
         self._told: dict[int, _Told] = {}
         self._steps: deque[StepNumbers] = deque(maxlen=MOST_STEPS)
@@ -127,10 +127,10 @@ class Watcher:
         if event == "seal":
             self._owed[block] = None
         elif event == "release" and self._pool.ref[block] and self._pool.key_of[block] is None:
-            self._owed[block] = None  # who has left may have been further than those who share it
+            self._owed[block] = None  # the sequence that left may have been further than those that share the block
 
     def on_end(self, seq: Sequence, reason: Ending) -> None:
-        """Keeps the last state of a sequence, whose table is about to be given back."""
+        """Keeps the last state of a sequence whose blocks are about to be freed."""
         before = self._told.get(seq.seq_id)
         start = 0 if before is None else before.same_entries(seq, 0)
         links = self._scheduler.kv.groups[0].links
@@ -150,7 +150,7 @@ class Watcher:
         self._events.append(event)
 
     def frame(self, at: float, started: float) -> ViewFrame | None:
-        """Returns a frame with all that is new, as far as it fits, or None if nothing is."""
+        """Returns a frame with the updates that fit, or None if there are none."""
         seqs, gone = self._sequences()
         blocks = self._blocks()
         steps, events = list(self._steps), list(self._events)
@@ -162,7 +162,7 @@ class Watcher:
         self._full, self._lost = False, 0
         return frame
 
-    # --- sequences ---------------------------------------------------------------------------------------------------
+    # --- sequences -------------------------------------------------------------------------------------------------------
 
     def _sequences(self) -> tuple[list[SequenceState], list[tuple[int, str]]]:
         told, changed, live = self._told, [], set()
@@ -187,19 +187,19 @@ class Watcher:
         return _state_of(seq, start)
 
     def _tell_table(self, seq: Sequence, group: int, before: _Told | None) -> None:
-        """Marks the blocks whose tokens are not those that were told."""
+        """Marks the blocks whose tokens differ from those that were sent."""
         table, first = seq.tables[group], 0
-        if before is not None and before.preemptions == seq.preemptions:  # else it came back: other blocks, or others' in between
+        if before is not None and before.preemptions == seq.preemptions:  # otherwise it was readmitted, with other blocks
             first = min(before.same_entries(seq, group), min(before.computed, seq.num_computed) // self._contents.spans[group])
         for index in range(first, len(table)):
             block = table[index]
             if block == NULL_BLOCK:
                 continue
             self._dirty[block] = None
-            if self._pool.key_of[block] is None:  # else it was owed when it was sealed
+            if self._pool.key_of[block] is None:  # otherwise it became owed when it was sealed
                 self._owed[block] = (seq, group, index)
 
-    # --- blocks ------------------------------------------------------------------------------------------------------
+    # --- blocks ----------------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> list[BlockState]:
         dirty, owed = self._dirty, self._owed
@@ -209,7 +209,7 @@ class Watcher:
             dirty.pop(block, None)
         for block in list(islice(dirty, BLOCKS_A_FRAME - len(found))):
             del dirty[block]
-            stale = block in owed and not self._full  # what was told of its tokens may be of another content
+            stale = block in owed and not self._full  # the tokens sent before may be those of another content
             found.append(self._state(block, [] if stale else None))
         return found
 
@@ -224,7 +224,7 @@ class Watcher:
             return self._contents.of(block)
         if not self._pool.ref[block]:
             return []
-        if place is None or self._pool.ref[block] > 1 or block not in place[0].tables[place[1]]:  # shared, or it was forgotten
+        if place is None or self._pool.ref[block] > 1 or block not in place[0].tables[place[1]]:  # it is shared, or its place is unknown
             places = (place for seq in self._scheduler.running if (place := _place(seq, block)) is not None)
             place = max(places, key=lambda place: place[0].num_computed)
         seq, group, index = place
@@ -233,7 +233,7 @@ class Watcher:
 
 
 def _place(seq: Sequence, block: int) -> Place | None:
-    """Returns where a sequence has a block, or None if it does not have it."""
+    """Returns the place of a block in a sequence, or None if the sequence does not have it."""
     for group, table in enumerate(seq.tables):
         if block in table:
             return seq, group, table.index(block)

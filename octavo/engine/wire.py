@@ -21,18 +21,18 @@ from octavo.model_config import ModelConfig
 TEXTS = 1 << 20  # bytes
 
 
-# -- a frame of the view: what changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
+# -- a frame of the view: what has changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
 
-Wanted = Literal["full", "delta", "none"]  # all there is, what is new since the last frame, no more
+Wanted = Literal["full", "delta", "none"]  # everything, the changes since the last frame, or no more frames
 BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (2: and pinned), digest, ids so far, since
 StepNumbers = tuple[int, float, float, int, int, int, int, int, int, int, int, int]
 # step, at, ms, prefill_tokens, decode_tokens, rows, running, waiting, used_blocks, preempted, hit_tokens, query_tokens
-EventWords = tuple[int | float | str, ...]  # step, at, kind, and what belongs to it
+EventWords = tuple[int | float | str, ...]  # step, at, kind, and the fields of that kind
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """One sequence that is new, has changed or has ended. `table` has its entries from `start` on."""
+    """A sequence that is new, has changed or has ended. `table` has its entries from `start` on."""
 
     seq: int
     request: str
@@ -41,20 +41,20 @@ class SequenceState:
     state: str
     prompt: int
     tokens: int
-    limit: int  # the most tokens it may have, prompt and answer
+    limit: int  # the largest number of tokens, prompt and answer
     computed: int
     cached: int
     reason: str
     preemptions: int
     start: int
     table: list[int]
-    digests: list[str] | None = None  # of its full blocks, where it has ended
-    asked: list[int] | None = None  # of a waiting sequence: the last ids of its prompt, which no block holds yet
+    digests: list[str] | None = None  # of its full blocks, if it has ended
+    asked: list[int] | None = None  # of a waiting sequence: the last ids of its prompt, which are in no block yet
 
 
 @dataclass(frozen=True, slots=True)
 class ViewFrame:
-    full: bool  # whoever reads it forgets what came before
+    full: bool  # the reader forgets what came before
     at: float  # seconds after `started`
     started: float  # unix seconds
     blocks: list[BlockState] = field(default_factory=list)
@@ -63,21 +63,21 @@ class ViewFrame:
     steps: list[StepNumbers] = field(default_factory=list)
     events: list[EventWords] = field(default_factory=list)
     lost: int = 0
-    error: str = ""  # why this is the last one, and empty
+    error: str = ""  # why this frame is the last one, and empty
 
 
 # -- messages
 
 
 class Ping(Struct, tag="ping", array_like=True, frozen=True):
-    """A client is there and speaks to this epoch. 0: it knows of none."""
+    """A client is connected and refers to this epoch. 0: it knows none."""
 
     pid: int
 
 
 class Add(Struct, tag="add", array_like=True, frozen=True):
     request: AddRequest
-    moved: bool = False  # another engine had taken it, so it is not refused if the queue is full
+    moved: bool = False  # another engine had accepted it, so it is not refused if the queue is full
 
 
 class Abort(Struct, tag="abort", array_like=True, frozen=True):
@@ -90,23 +90,23 @@ class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
 
 
 class Unpin(Struct, tag="unpin", array_like=True, frozen=True):
-    """A pinned prefix is not wanted any more."""
+    """A pinned prefix is no longer needed."""
 
     pin_id: str
 
 
 class Drain(Struct, tag="drain", array_like=True, frozen=True):
-    """The engine is to be replaced. It tells all clients with its beats, so that they give it no new requests."""
+    """The engine is to be replaced. Its heartbeats inform all clients, so that they send it no new requests."""
 
 
 class Watch(Struct, tag="watch", array_like=True, frozen=True):
-    """The client wants one frame of the view, or no more of them."""
+    """The client requests one frame of the view, or no more frames."""
 
     wanted: Wanted
 
 
 class Hello(Struct, tag="hello", array_like=True, frozen=True):
-    """The engine is ready. Numbers count from here."""
+    """The engine is ready. Frames are numbered from here."""
 
     facts: EngineFacts
 
@@ -115,14 +115,14 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
     """The engine process is alive."""
 
     steps: int
-    stalled: float  # seconds that its loop has not turned although there is something to do, as in a long step
+    stalled: float  # seconds that its loop has not turned although there is work, as in a long step
     stats: SchedulerStats
-    ranks: list[RankNumbers] = []  # where there are several
-    draining: bool = False  # it is to get no new requests
+    ranks: list[RankNumbers] = []  # if there are several
+    draining: bool = False  # it accepts no new requests
 
 
 class News(Struct, tag="news", array_like=True, frozen=True):
-    """The results of one step for one client."""
+    """The updates of one step for one client."""
 
     deltas: list[Delta]
     stats: SchedulerStats
@@ -138,17 +138,17 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True):
 
 
 class Lost(Struct, tag="lost", array_like=True, frozen=True):
-    """The engine missed a frame of this client, or gave the client up. It has dropped all of its requests."""
+    """The engine missed a frame of this client, or dropped the client. It has dropped all of its requests."""
 
 
 class View(Struct, tag="view", array_like=True, frozen=True):
-    """The frame that was asked for."""
+    """The requested frame."""
 
     frame: ViewFrame
 
 
 class Cached(Struct, tag="cached", array_like=True, frozen=True):
-    """What the engine's cache has, or what changed there since the last such message."""
+    """The content of the engine's cache, or its changes since the last such message."""
 
     change: CacheChange
 
@@ -177,7 +177,7 @@ class UpFrame(Struct, array_like=True, frozen=True):
 
 
 def _plain(value: Any) -> int | float:
-    """Returns a plain number for a default that nobody has set, which is a number of its own class."""
+    """Returns a plain number for a default that nobody has set, which is an instance of its own class."""
     return int(value) if isinstance(value, int) else float(value)
 
 
