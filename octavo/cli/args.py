@@ -62,6 +62,8 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def unknown(self, name: str) -> NoReturn:
+        if not name.startswith("-"):
+            self.error(f"unexpected word {name}")
         self.error(f"unknown option {name}{meant(name, self._option_string_actions, FLAGS)}")
 
     def error(self, message: str) -> NoReturn:

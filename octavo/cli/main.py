@@ -21,6 +21,7 @@ from octavo import __version__
 from octavo.cli import suggestions
 from octavo.cli.args import Parser
 from octavo.cli.suggestions import meant
+from octavo.cli.words import named_model
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
 from octavo.platforms import platform_refusal
@@ -109,8 +110,8 @@ def _no_command(program: str, summary: str, commands: Mapping[str, str], words: 
         later = next((other for other in words if other in commands), None)
         order = "" if later is None else f"; options come after the command: {program} {later} {word}"
         parser.error(f"unknown option {word}{order or meant(word, known, {})}")
-    if "/" in word or word.endswith(".gguf"):
-        parser.error(f"unknown command {word}; a model comes after a command: {program} {next(iter(commands))} {word}")
+    if model := named_model(word) or (word if "/" in word else None):
+        parser.error(f"unknown command {word}; a model comes after a command: {program} {next(iter(commands))} {model}")
     parser.error(f"unknown command {word}{meant(word, known, suggestions.COMMANDS)}")
 
 

@@ -10,6 +10,7 @@ arrival, not those of a task that ran later.
 
 import asyncio
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -38,9 +39,9 @@ class Address:
 
 
 def parse_url(url: str) -> Address:
-    """Reads http://127.0.0.1:8000, with or without the /v1 that other clients want."""
+    """Reads http://127.0.0.1:8000, with or without http:// and the /v1 that other clients need."""
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(url if re.match(r"https?:|.*://", url) else f"http://{url}")
         port = parts.port
     except ValueError as error:
         raise _wrong(url, str(error)) from error
