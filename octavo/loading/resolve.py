@@ -101,7 +101,7 @@ def _find_here(model: str | None) -> ModelSource | None:
 def _why_not(model: str) -> str:
     path = Path(model)
     try:
-        if path.is_file():
+        if path.exists() and not path.is_dir():
             return f"is a file of another kind: {WANTED}"
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError as error:

@@ -95,6 +95,18 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(words: list[str], code: int,
     assert len(run.stderr.splitlines()) == code  # a mistake of usage is followed by where to read more
 
 
+# promise: folder-not-model
+def test_a_folder_needs_no_pull_if_it_is_a_model_and_is_refused_if_not(tmp_path: Path) -> None:
+    folder = story_folder(tmp_path / "stories")
+    run = octavo_here("pull", str(folder))
+    assert (run.returncode, run.stdout) == (0, f"stories is on this machine already, in {folder}\n")
+    (folder / "config.json").write_text('{"architectures": ["BertModel"]}')
+    run = octavo_here("pull", str(folder))
+    assert (run.returncode, run.stdout) == (1, "") and "architectures is ['BertModel']; supported: " in run.stderr
+    (folder / "config.json").unlink()
+    assert octavo_here("pull", str(folder)).stderr.endswith("this folder lacks config.json\n")
+
+
 # promise: word-model-question
 @pytest.mark.parametrize(
     ("words", "word", "model", "question"),

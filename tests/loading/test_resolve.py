@@ -86,6 +86,7 @@ def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
         ("qwen3:0.6b", "did you mean Qwen/Qwen3-0.6B, its name on the hub[?]$"),
         ("nothing/like/it", "not found: a model is a folder, a .gguf file, owner/name.* on the hub, or SmolLM2-135M-Instruct"),
         ("notes.txt", "is a file of another kind: a model is a folder, a .gguf file, owner/name"),
+        ("/dev/null", "is a file of another kind"),
         ("nul\0byte", "not found"),
         ("x" * 5000, "cannot be read|not found"),
     ],
