@@ -40,8 +40,8 @@ EXAMPLES = """examples:
   octavo generate --model Qwen/Qwen3-0.6B --chat "Name three primes."
   octavo generate --file prompts.jsonl --output answers.jsonl
 
-Texts are written to stdout while they come, in the order of the prompts, with a line --- between two of them.
-Ctrl-C ends the command; what was written stays."""
+Texts are written to stdout as they are generated, in the order of the prompts, with a line --- between them.
+Ctrl-C ends the command and keeps what was written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

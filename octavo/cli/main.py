@@ -29,7 +29,7 @@ from octavo.platforms import platform_refusal
 COMMANDS = {
     "serve": "start a server with OpenAI's API and a web page",
     "chat": "chat with a model, or ask it one question",
-    "run": "the same as chat, under the name that ollama has for it",
+    "run": "the same as chat; the name is ollama's",
     "generate": "complete one or more prompts",
     "pull": "download a model",
     "list": "list the models on this machine",
@@ -37,7 +37,7 @@ COMMANDS = {
     "plan": "show how much memory a model needs, without loading it",
     "bench": "measure throughput, latency, start-up time, or a running server",
     "verify": "prove that the paged cache equals a contiguous one, bit for bit",
-    "top": "watch a running server: block pool, requests, steps",
+    "top": "watch a running server: its block pool, requests and steps",
     "doctor": "check this machine, and say what to fix",
 }
 ALIASES = {"run": "chat"}  # command -> the module of another one

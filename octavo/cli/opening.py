@@ -45,7 +45,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def add_server_word(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds the server as a word, for a command that needs one. It is the value of --url, too."""
     parser.add_argument("server", metavar="URL", nargs="?", help=f"{what}, such as localhost:8000 (default: {DEFAULT_URL})")
-    add_remote_flags(parser, "the server, as an option")
+    add_remote_flags(parser, "the same, as an option")
 
 
 def add_remote_flags(parser: argparse.ArgumentParser, what: str) -> None:

@@ -10,8 +10,8 @@ EXAMPLES = """examples:
   octavo rm Qwen/Qwen3-0.6B             all files of a repository, every revision
   octavo rm Qwen/Qwen3-0.6B-GGUF:Q8_0   one GGUF file of a repository
 
-Other programs share the hub's cache (HF_HOME, HF_HUB_CACHE): they have to download the model again, too.
-Nothing outside of the cache is removed."""
+Other programs share the hub's cache (HF_HOME, HF_HUB_CACHE): they would have to download the model again, too.
+Nothing outside the cache is removed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
