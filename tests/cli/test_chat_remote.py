@@ -1,4 +1,4 @@
-"""`octavo chat --url`: the same conversation with a running server, at a terminal and against one that answers to a script."""
+"""`octavo chat URL`: the same conversation with a running server, at a terminal and against one that answers to a script."""
 
 import asyncio
 import re
