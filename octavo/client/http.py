@@ -46,7 +46,7 @@ def parse_url(url: str) -> Address:
     except ValueError as error:
         raise _wrong(url, str(error)) from error
     if parts.scheme not in PORTS or not parts.hostname:
-        raise _wrong(url, "wanted something like http://127.0.0.1:8000")
+        raise _wrong(url, "must be like localhost:8000 or http://127.0.0.1:8000")
     if parts.username is not None or parts.query or parts.fragment:
         raise _wrong(url, "it may have a host, a port and a path, and nothing else; a key is given with --api-key")
     if not url.isascii() or not url.isprintable() or " " in url:

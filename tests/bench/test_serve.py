@@ -247,7 +247,7 @@ def banner() -> Iterator[str]:
         (["--url", "SERVED/other", "--api-key", "secret"], "does not answer /v1/models as OpenAI's API does"),
         (["--url", "BANNER"], "what listens there does not speak HTTP/1.1"),
         (["--url", "127.0.0.1:9"], "no server answers at http://127.0.0.1:9 (Connection refused)"),
-        (["--url", "http:/127.0.0.1:9"], "wanted something like http://127.0.0.1:8000"),
+        (["--url", "http:/127.0.0.1:9"], "must be like localhost:8000 or http://127.0.0.1:8000"),
         (["--url", "http://me:word@host"], "it may have a host, a port and a path, and nothing else"),
         (["--url", "SERVED", "--api-key", "a\nb"], "the API key has characters that no header can have"),
     ],

@@ -190,7 +190,7 @@ def test_what_is_wrong_is_one_line_with_what_to_do(
     assert main(["top", silent, *words]) == 1
     assert "has sent nothing for" in capsys.readouterr().err
     assert main(["top", "ftp://x", *words]) == 1
-    assert "the URL 'ftp://x': wanted something like http://127.0.0.1:8000" in capsys.readouterr().err
+    assert "the URL 'ftp://x': must be like localhost:8000 or http://127.0.0.1:8000" in capsys.readouterr().err
 
 
 def test_silence_after_a_while_is_no_end(hurried: None) -> None:
