@@ -77,10 +77,10 @@ class EngineConfig:
         None, "a folder, a .gguf file, owner/name[@revision][:QUANT] on the hub, or SmolLM2-135M-Instruct, the default model"
     )
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
-    hf_overrides: dict[str, Any] | None = _flag(None, "keys of the model's config.json with other values, as a JSON object")
+    hf_overrides: dict[str, Any] | None = _flag(None, "values that replace those in the model's config.json, as a JSON object")
     dtype: Dtype = _flag("auto", "data type to compute in; auto: the fastest on this CPU, on a GPU that of the model")
     quantization: Quantization = _flag(
-        "auto", "auto: keep weights as the file has them; none: convert to floats; int8, int4: quantise floats at load",
+        "auto", "auto: keep weights as they are stored; none: dequantise them; int8, int4: quantise float weights at load",
         "auto reads what the file holds (awq, gptq, fp8, gguf)",
     )  # fmt: skip
     device: Device = _flag(
@@ -96,19 +96,19 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
-    tensor_parallel_size: int = _flag(1, "processes that share every matrix, each with its own part of the weights and of the KV cache")
-    pipeline_parallel_size: int = _flag(1, "stages that share the layers; with tensor parallel, each is that many processes")
+    tensor_parallel_size: int = _flag(1, "number of processes that split every layer; each has a part of the weights and of the KV cache")
+    pipeline_parallel_size: int = _flag(1, "number of stages, each with some of the layers and with --tensor-parallel-size processes")
     distributed_executor_backend: DistributedExecutorBackend = _flag(
-        "mp", "where these processes run, and engines if there are several; mp: on this host; ray: on the nodes of a Ray cluster"
+        "mp", "where the processes and engines run; mp: on this host; ray: on the nodes of a Ray cluster"
     )
     decode_context_parallel_size: int = _flag(
-        1, "how many of the processes that share a matrix keep the same heads of the KV cache, each for some of the tokens"
+        1, "number of tensor-parallel processes that hold the same KV heads, each for some of the tokens"
     )
-    enable_expert_parallel: bool = _flag(False, "processes that share matrices have whole experts each, not a part of every expert")
+    enable_expert_parallel: bool = _flag(False, "with --tensor-parallel-size: each process has whole experts, not a part of every expert")
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
-    max_pinned_blocks: int | None = _flag(None, "maximum number of blocks that pinned prefixes hold; default: a quarter of the KV cache")
+    max_pinned_blocks: int | None = _flag(None, "maximum number of blocks for pinned prefixes; default: a quarter of the KV cache")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "order of requests: fcfs: by arrival; priority: lowest number first")
     attention_backend: str = _flag(
         "auto", "attention kernels: auto, cpu, triton, flashinfer (where it is installed), or contiguous, the reference without paging"

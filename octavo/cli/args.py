@@ -32,10 +32,10 @@ SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "temperature": (float, "0: always the most likely token; higher: more varied"),
     "top_p": (float, "sample from the most likely tokens that together have this probability"),
     "top_k": (int, "sample from this many of the most likely tokens; 0: no limit"),
-    "min_p": (float, "leave out tokens less likely than this share of the most likely one"),
-    "repetition_penalty": (float, "above 1: fewer words that the prompt or the answer already has"),
-    "presence_penalty": (float, "from -2 to 2; above 0: fewer words that the answer already has"),
-    "frequency_penalty": (float, "the same, stronger with every repetition"),
+    "min_p": (float, "leave out tokens whose probability is below this share of the highest one"),
+    "repetition_penalty": (float, "above 1: fewer words that are already in the prompt or the answer"),
+    "presence_penalty": (float, "from -2 to 2; above 0: fewer words that are already in the answer"),
+    "frequency_penalty": (float, "from -2 to 2; above 0: fewer repeated words, the more often the answer has them"),
     "max_tokens": (int, "maximum number of tokens in the answer"),
 }
 
@@ -62,6 +62,8 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def unknown(self, name: str) -> NoReturn:
+        if not name.startswith("-"):
+            self.error(f"unexpected word {name}")
         self.error(f"unknown option {name}{meant(name, self._option_string_actions, FLAGS)}")
 
     def error(self, message: str) -> NoReturn:

@@ -11,10 +11,12 @@ from pathlib import Path
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
 from octavo.cli.chat_session import CHAT_DEFAULTS, Answerer, ChatSession, LocalAnswers, RemoteAnswers, chat_params
 from octavo.cli.in_out import for_stdout, read_stdin
-from octavo.cli.opening import add_remote_flags, open_remote, opened
+from octavo.cli.opening import add_remote_flags, open_remote, opened, server_url
+from octavo.cli.words import looks_like_model, looks_like_server, may_name_model
 from octavo.config import no_color
 from octavo.errors import OctavoError, RequestError, nearest
-from octavo.loading.names import NAME, is_default_name
+from octavo.loading.names import NAME
+from octavo.loading.ollama_names import meant_on_hub
 from octavo.own_file import state_dir
 from octavo.sampling_params import SamplingParams
 from octavo.text.pieces import Piece
@@ -26,41 +28,47 @@ COMMANDS = {
     "/retry": "ask the last question again",
     "/save FILE": "write the conversation to a file, as JSON",
     "/stats": "speed and cache use of the last answer",
+    "/bye": "end the chat; /exit, /quit and Ctrl-D do the same",
 }
-KEYS = 'Ctrl-C stops an answer, Ctrl-D ends the chat, """ begins and ends a message of several lines'
+ENDS = ("/bye", "/exit", "/quit")
+KEYS = 'Ctrl-C stops an answer, """ begins and ends a message of several lines'
 EXAMPLES = f"""examples:
   octavo chat                               chat with the default model
   octavo chat "Why is the sky blue?"        one answer, then the end
   octavo chat Qwen/Qwen3-0.6B               chat with a model of the hub, downloaded first
   echo "Name three primes." | octavo chat   the question from a pipe
-  octavo chat --url http://127.0.0.1:8000   chat with a running server
+  octavo chat localhost:8000                chat with a running server
 
 In the chat: {", ".join(COMMANDS)}.
 {KEYS}."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options] [MODEL] [QUESTION]"
+    parser.usage = "%(prog)s [options] [MODEL or URL] [QUESTION]"
     parser.epilog = EXAMPLES
+    parser.set_defaults(program=parser.prog)
     text = (
-        "a model and a question. With one of the two, it is the model if it is a folder, a .gguf file, owner/name on the hub or "
-        f"{NAME}, else the question. Without a model, the default one answers. Without a question, the chat begins"
+        f"a model (a folder, a .gguf file, owner/name on the hub or {NAME}) or the URL of a running server, and a question. "
+        "Without a model, the default one answers. Without a question, the chat begins. A question of a single word, such as hello, "
+        "needs a model before it, since it could be a model's name itself"
     )
     parser.add_argument("words", nargs="*", metavar="MODEL QUESTION", help=text)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    add_remote_flags(parser, required=False)
+    add_remote_flags(parser, "ask this running server, Octavo's or another with OpenAI's API, such as localhost:8000")
     add_sampling_flags(parser, CHAT_DEFAULTS)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    word = args.words.pop(0) if args.words and looks_like_server(args.words[0]) else None
+    args.url = server_url(args, word)
     model, question = _model_and_question(args)
     params = SamplingParams(**sampling_values(args))
     config = engine_config(args, model) if args.url is None else None
     if config is None:
         _check_no_engine(args)
     elif args.api_key is not None:
-        args.fail("--api-key goes with --url")
+        args.fail("--api-key is for a running server, given with --url")
     if question is None and not sys.stdin.isatty():
         question = read_stdin()
     if question is not None and not question.strip():
@@ -72,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _remotely(args: argparse.Namespace, model: str | None, question: str | None) -> int:
-    with asyncio.Runner() as runner, open_remote(args) as server:
+    with asyncio.Runner() as runner, open_remote(args.url, args.api_key) as server:
         found = runner.run(server.model(model))
         return _talk(RemoteAnswers(runner, server, found, sampling_values(args)), args.system, question)
 
@@ -82,7 +90,7 @@ def _check_no_engine(args: argparse.Namespace) -> None:
     given = [name for name in vars(args) if name in args.settings and name != "model"]
     given += ["config"] * (args.config is not None) + ["show_config"] * args.show_config
     if given:
-        args.fail(f"--{given[0].replace('_', '-')} does not go with --url: the server has its own settings")
+        args.fail(f"--{given[0].replace('_', '-')} does not go with a running server, which has its own settings")
 
 
 def _talk(answerer: Answerer, system: str | None, question: str | None) -> int:
@@ -100,34 +108,47 @@ def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | Non
     words, model = args.words, args.model
     if model is None and len(words) == 2:
         return words[0], words[1]
-    if model is None and len(words) == 1 and looks_like_model(words[0]):
-        return words[0], None
     if len(words) > 1:
         wanted = "QUESTION" if model is not None else "MODEL and QUESTION"
         args.fail(f"{len(words)} words instead of {wanted}; put the question in quotes")
-    return model, words[0] if words else None
+    if not words or model is not None:
+        return model, words[0] if words else None
+    if looks_like_model(words[0]):
+        return words[0], None
+    return _chosen(args, words[0]) if may_name_model(words[0]) else (None, words[0])
 
 
-# Single words such as llama3.2 or qwen3:0.6b, which are names of models in ollama. An error that no such model is found is better
-# than an answer of the default model to that word.
-_FAMILIES = "tinyllama|llama|smollm|qwen|mistral|mixtral|gemma|phi|deepseek|gpt-oss|granite|olmo"
-_MODEL_WORD = re.compile(rf"({_FAMILIES})[\w.-]*[\d:][\w.:-]*", re.IGNORECASE)
+def _chosen(args: argparse.Namespace, word: str) -> tuple[str | None, str | None]:
+    """Returns a word that may be a model or a question as what the user says it is. Without a terminal to ask at, the command fails."""
+    program, url, found = args.program, args.url, meant_on_hub(word)
+    if url is not None:
+        model, question = f"{program} --url {url} --model {word}", f"echo {word} | {program} --url {url}"
+        found = None  # the server has names of its own
+    else:
+        model, question = f"{program} {found or f'OWNER/{word}'}", f"{program} {NAME} {word}"
+    answer = _asked(word, found)
+    if answer is None:
+        rows = f"\n  {model:50}  the model\n  {question:50}  the question"
+        args.fail(f"{word} may be a model or a question; write one of these{rows}")
+    return (found or word, None) if answer == "m" else (None, word)
 
 
-def looks_like_model(word: str) -> bool:
-    """Whether a single word names a model. If it does not, it is a question."""
-    if word.endswith(".gguf") or is_default_name(word) or _MODEL_WORD.fullmatch(word):
-        return True
-    if re.search(r"[\s?]", word) is None and ("/" in word or "\\" in word):
-        return True
+def _asked(word: str, on_hub: str | None) -> str | None:
+    """Returns m for a model, q for a question, or None if there is no terminal to ask at, or no answer."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    print(f"{word} may be a model or a question.\n  m  open the model{'' if on_hub is None else f' {on_hub}'}\n  q  ask the question")
     try:
-        return word != "" and Path(word).is_dir()
-    except OSError:  # the word is too long for a file name
-        return False
+        while (answer := input("m or q? ").strip().lower()) not in ("m", "q"):
+            pass
+    except EOFError:
+        print()
+        return None
+    return answer
 
 
 class ChatLoop:
-    """Reads messages until Ctrl-D. Each is answered, or run as a command."""
+    """Reads messages until /bye or Ctrl-D. Each is answered, or run as a command."""
 
     def __init__(self, session: ChatSession, terminal: "Terminal") -> None:
         self._session = session
@@ -138,10 +159,12 @@ class ChatLoop:
     def run(self) -> int:
         model, context = self._session.answerer.model_name, self._session.answerer.max_model_len
         size = "" if context is None else f", context of {context} tokens"
-        self._say(f"{model}{size}; /help for help, Ctrl-D to end")
+        self._say(f"{model}{size}; /help for help, /bye to end")
         while True:
             try:
-                if message := self._reader.message():
+                if (message := self._reader.message()) in ENDS:
+                    return 0
+                if message:
                     self._take(message)
             except EOFError:
                 print()
@@ -155,7 +178,7 @@ class ChatLoop:
 
     def _take(self, message: str) -> None:
         first, _, rest = message.partition(" ")
-        if re.fullmatch(r"/\w+", first):
+        if re.fullmatch(r"/\w+|/\?", first):
             self._command(first, rest.strip())
         else:
             self._answer(message)
@@ -174,7 +197,7 @@ class ChatLoop:
     def _command(self, command: str, rest: str) -> None:
         names = [name.split()[0] for name in COMMANDS]
         match command:
-            case "/help":
+            case "/help" | "/?":
                 self._say("\n".join([*(f"{name:16}{text}" for name, text in COMMANDS.items()), KEYS]))
             case "/system":
                 self._system(rest)

@@ -39,7 +39,7 @@ def read_settings(path: str) -> dict[str, Any]:
             hint = nearest(name, known) or "; it takes the settings of the engine and the server, which --show-config lists"
             raise ConfigError(f"{path}: unknown setting {key[:80]!r}{hint}")
         if name in settings:
-            raise ConfigError(f"{path}: {name} is there twice, with - and with _")
+            raise ConfigError(f"{path}: {name} is set twice, once with - and once with _")
         settings[name] = _converted(path, name, value)
     return settings
 

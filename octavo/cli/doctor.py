@@ -35,7 +35,7 @@ FEATURES = {  # name -> flags of /proc/cpuinfo; the CPU has the feature if it ha
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    private = "The output can be pasted into a bug report: it holds no keys and no home folder."
+    private = "You can paste the output into a bug report: it contains no keys and no path of your home folder."
     parser.epilog = f"{private}\nExit code 0: nothing to fix. 1: something to fix."
 
 
@@ -95,23 +95,23 @@ def _gpu(facts: Facts) -> str:
         return "unknown without torch"
     found = facts.torch.found
     if found.gpu is None:
-        return "there, but torch does not see it" if found.signs else "none"
+        return "present, but torch does not see it" if found.signs else "none"
     versions = {"driver": facts.driver or "unknown", "CUDA": found.build.cuda, "Triton": found.triton or "not installed"}
     return f"{found.gpu}; " + ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _cpu(facts: Facts) -> str:
     offered = [name for name, flags in FEATURES.items() if facts.cpu_flags.intersection(flags)]
-    text = f"{facts.cpu}: {' '.join(offered) or 'no vector instructions known'}"
+    text = f"{facts.cpu}: {' '.join(offered) or 'no known vector instructions'}"
     if facts.torch is None:
         return text
     refused = ", amx refused by the kernel" if "amx" in offered and not facts.torch.amx else ""
-    return f"{text}{refused}; torch dispatches to {facts.torch.dispatch}, and is fast at {facts.torch.dtype}"
+    return f"{text}{refused}; torch uses {facts.torch.dispatch} and is fastest in {facts.torch.dtype}"
 
 
 def _native(facts: Facts) -> str:
     if facts.native == "portable":
-        return "only portable kernels, so torch computes; --cpu-isa portable uses them"
+        return "only portable kernels, so torch computes instead; --cpu-isa portable uses them"
     return f"{facts.native} kernels, dtype auto is {fast_dtype(facts.native)}" if facts.native else facts.no_native
 
 
@@ -187,7 +187,7 @@ def _library_findings(facts: Facts) -> Iterator[Finding]:
         elif (lack := missing(facts.torch.found)) is not None and lack.help:
             yield Finding(f"{lack.what}; the CPU computes", lack.help, must=False)
         elif lack is None and facts.tools:
-            yield Finding(f"Triton builds what launches kernels with {facts.tools}, not found here", TOOLS, must=False)
+            yield Finding(f"Triton needs {facts.tools} to build the code that launches kernels; not found here", TOOLS, must=False)
 
 
 def _older(library: Library, oldest: str) -> bool:
@@ -211,21 +211,21 @@ def _model_findings(facts: Facts) -> Iterator[Finding]:
 
 def _machine_findings(facts: Facts) -> Iterator[Finding]:
     if facts.native is None:
-        yield Finding("there are no native kernels, torch computes alone", facts.no_native, must=False)
+        yield Finding("there are no native kernels, so torch computes instead", facts.no_native, must=False)
     if facts.native == "portable":
-        what = "this CPU has none of the instructions that the native kernels are fast with, torch computes alone"
+        what = "this CPU lacks the instructions that make the native kernels fast, so torch computes instead"
         yield Finding(what, "octavo doctor  # in a container or virtual machine: on the host, too; it may hide them", must=False)
     if note := platform_note(facts.system, facts.machine):
         yield Finding(note, "octavo verify  # proves that paging works here", must=False)
     cpus = min(facts.allowed_cpus, facts.quota_cpus or facts.allowed_cpus)
     if facts.omp_threads is not None and facts.omp_threads > cpus:
-        yield Finding(f"OMP_NUM_THREADS is {facts.omp_threads}, this process may use {cpus} CPUs", f"export OMP_NUM_THREADS={cpus}")
+        yield Finding(f"OMP_NUM_THREADS is {facts.omp_threads}, this process has only {cpus} CPUs", f"export OMP_NUM_THREADS={cpus}")
     if facts.memory_bytes < LEAST_MEMORY:
-        what = f"this process may use {facts.memory_bytes / GIB:.1f} GiB of memory; below {LEAST_MEMORY // GIB} GiB little fits"
+        what = f"this process may use {facts.memory_bytes / GIB:.1f} GiB of memory; few models fit in less than {LEAST_MEMORY // GIB} GiB"
         limited = facts.memory_bytes < facts.total_bytes
         yield Finding(what, "raise the container's limit (docker run --memory 4g)" if limited else "add memory, or choose small models")
     if facts.load is not None and facts.load > cpus:
-        what = f"other processes are busy: load average {facts.load:.1f} on {cpus} CPUs; figures taken now will be low"
+        what = f"other processes are busy: load average {facts.load:.1f} on {cpus} CPUs; speeds measured now will be too low"
         yield Finding(what, "top", must=False)
 
 
@@ -234,7 +234,7 @@ def _variable_findings(facts: Facts) -> Iterator[Finding]:
         if name not in VARIABLES:
             yield Finding(f"{name} is set, but nothing reads it{nearest(name, VARIABLES)}", f"unset {name}")
         elif name == "OMP_NUM_THREADS" and facts.omp_threads is None:
-            yield Finding(f"OMP_NUM_THREADS is {value!r}, no number of threads", "unset OMP_NUM_THREADS")
+            yield Finding(f"OMP_NUM_THREADS is {value!r}, which is not a number of threads", "unset OMP_NUM_THREADS")
     for mistake in facts.mistakes:
         yield Finding(mistake, f"unset {mistake.split()[0]}")
     if "OCTAVO_DEBUG" in facts.variables and not facts.mistakes:

@@ -127,7 +127,7 @@ def _native() -> tuple[str | None, str]:
 
         return native_level()
     except Exception as error:
-        return None, f"cannot be asked for: {' '.join(str(error).split())[:200]}"
+        return None, f"cannot be checked: {' '.join(str(error).split())[:200]}"
 
 
 def _library(name: str) -> Library:

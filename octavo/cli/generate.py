@@ -24,6 +24,7 @@ from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config,
 from octavo.cli.chat_session import chat_params
 from octavo.cli.in_out import check_target, for_stdout, read_stdin
 from octavo.cli.opening import opened
+from octavo.cli.words import named_model
 from octavo.errors import ConfigError, OctavoError, RequestError, nearest
 from octavo.outputs import TextDelta
 from octavo.progress import GenerateProgress
@@ -39,8 +40,8 @@ EXAMPLES = """examples:
   octavo generate --model Qwen/Qwen3-0.6B --chat "Name three primes."
   octavo generate --file prompts.jsonl --output answers.jsonl
 
-Texts are written to stdout while they come, in the order of the prompts, with a line --- between two of them.
-Ctrl-C ends the command; what was written stays."""
+Texts are written to stdout as they are generated, in the order of the prompts, with a line --- between them.
+Ctrl-C ends the command and keeps what was written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     flags = sampling_values(args)
     if bool(args.words) == (args.file is not None):
         args.fail("give prompts as words, or a file of prompts with --file")
+    if args.words and args.model is None and args.config is None and (model := named_model(args.words[0])) is not None:
+        args.fail(f"{args.words[0]} is the name of a model, not a prompt: octavo generate --model {model} PROMPT")
     words = [read_stdin() if word == "-" else word for word in args.words]
     rows = rows_of_file(args.file, flags) if args.file else rows_of_words(words, flags)
     if args.output != "-":

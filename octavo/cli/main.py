@@ -21,6 +21,7 @@ from octavo import __version__
 from octavo.cli import suggestions
 from octavo.cli.args import Parser
 from octavo.cli.suggestions import meant
+from octavo.cli.words import named_model
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
 from octavo.platforms import platform_refusal
@@ -28,7 +29,7 @@ from octavo.platforms import platform_refusal
 COMMANDS = {
     "serve": "start a server with OpenAI's API and a web page",
     "chat": "chat with a model, or ask it one question",
-    "run": "the same as chat, under the name that ollama has for it",
+    "run": "the same as chat; the name is ollama's",
     "generate": "complete one or more prompts",
     "pull": "download a model",
     "list": "list the models on this machine",
@@ -36,7 +37,7 @@ COMMANDS = {
     "plan": "show how much memory a model needs, without loading it",
     "bench": "measure throughput, latency, start-up time, or a running server",
     "verify": "prove that the paged cache equals a contiguous one, bit for bit",
-    "top": "watch a running server: block pool, requests, steps",
+    "top": "watch a running server: its block pool, requests and steps",
     "doctor": "check this machine, and say what to fix",
 }
 ALIASES = {"run": "chat"}  # command -> the module of another one
@@ -109,8 +110,8 @@ def _no_command(program: str, summary: str, commands: Mapping[str, str], words: 
         later = next((other for other in words if other in commands), None)
         order = "" if later is None else f"; options come after the command: {program} {later} {word}"
         parser.error(f"unknown option {word}{order or meant(word, known, {})}")
-    if "/" in word or word.endswith(".gguf"):
-        parser.error(f"unknown command {word}; a model comes after a command: {program} {next(iter(commands))} {word}")
+    if model := named_model(word) or (word if "/" in word else None):
+        parser.error(f"unknown command {word}; a model comes after a command: {program} {next(iter(commands))} {model}")
     parser.error(f"unknown command {word}{meant(word, known, suggestions.COMMANDS)}")
 
 

@@ -39,20 +39,31 @@ def _status_line(text: str) -> Iterator[None]:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def add_remote_flags(parser: argparse.ArgumentParser, required: bool) -> None:
-    text = "use this running server, Octavo's or another with OpenAI's API: http://127.0.0.1:8000"
-    parser.add_argument("--url", metavar="URL", required=required, help=text)
-    add_key_flag(parser)
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-def add_key_flag(parser: argparse.ArgumentParser) -> None:
+def add_server_word(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds the server as a word, for a command that needs one. It is the value of --url, too."""
+    parser.add_argument("server", metavar="URL", nargs="?", help=f"{what}, such as localhost:8000 (default: {DEFAULT_URL})")
+    add_remote_flags(parser, "the same, as an option")
+
+
+def add_remote_flags(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--url", metavar="URL", help=what)
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (default: OCTAVO_API_KEY)")
 
 
+def server_url(args: argparse.Namespace, word: str | None) -> str | None:
+    """Returns the server that a word or --url names, or None."""
+    if word is not None and args.url is not None:
+        args.fail(f"two servers, {word} and --url {args.url}; give one")
+    return word if args.url is None else args.url
+
+
 @contextmanager
-def open_remote(args: argparse.Namespace) -> Iterator[RemoteServer]:
-    """Gives the server at --url, and closes the connections to it at the end."""
-    server = RemoteServer(parse_url(args.url), args.api_key or api_key())
+def open_remote(url: str, key: str | None) -> Iterator[RemoteServer]:
+    """Gives the server, and closes the connections to it at the end. Without a key it takes that of the environment."""
+    server = RemoteServer(parse_url(url), key or api_key())
     try:
         yield server
     finally:

@@ -41,7 +41,7 @@ EXAMPLES = """examples:
   octavo plan Qwen/Qwen3-8B --device cuda --memory 24GiB
   octavo plan model.gguf --max-model-len 32k --max-num-seqs 8
 
-Exit code 0: it fits. 1: it does not, and the last line says what to change."""
+Exit code 0: the model fits. 1: it does not fit, and the last line says what to change."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,13 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     log.setup(log_level("WARNING"))
+    from octavo.loading.files import missing_parts, no_model_folder
     from octavo.loading.hub import fetch_model
     from octavo.loading.hub_cache import size_of
     from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 
     found = locate(args.words, args.revision)
     if isinstance(found, ModelSource):
-        print(f"{found.name} is on this machine already: {in_units(size_of(found.path))} in {found.path}")
+        load_model_config(found)
+        if found.kind == "folder" and missing_parts(found.path):
+            raise no_model_folder(found.path)
+        print(f"{found.name} is on this machine already, in {found.path}")
         return 0
     path = fetch_model(found)
     load_model_config(in_cache(found, path))  # an error if Octavo cannot open this kind of model

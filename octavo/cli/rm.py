@@ -10,8 +10,8 @@ EXAMPLES = """examples:
   octavo rm Qwen/Qwen3-0.6B             all files of a repository, every revision
   octavo rm Qwen/Qwen3-0.6B-GGUF:Q8_0   one GGUF file of a repository
 
-Other programs share the hub's cache (HF_HOME, HF_HUB_CACHE): they have to download the model again, too.
-Nothing outside of the cache is removed."""
+Other programs share the hub's cache (HF_HOME, HF_HUB_CACHE): they would have to download the model again, too.
+Nothing outside the cache is removed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +24,15 @@ def run(args: argparse.Namespace) -> int:
     from octavo.loading.hub_cache import removal
     from octavo.loading.hub_client import Hub
     from octavo.loading.names import NAME, PACKAGE, is_default_name, parse_hub_name
+    from octavo.loading.ollama_names import meant_on_hub
 
     if is_default_name(args.words):
         raise ConfigError(f"{NAME} is the default model, which is part of an installed package: run `pip uninstall {PACKAGE}`")
     name, cache = parse_hub_name(args.words), Hub.from_environment().cache
     if name is None:
-        raise ConfigError(f"{args.words[:200]!r} is not a downloaded model: give owner/name[:QUANT], as `octavo list` shows it")
+        meant = meant_on_hub(args.words)
+        hint = f"; did you mean {meant}?" if meant else ": give owner/name[:QUANT], as `octavo list` shows it"
+        raise ConfigError(f"{args.words[:200]!r} is not a downloaded model{hint}")
     if name.revision is not None:
         raise ConfigError(f"octavo rm removes every revision of a model: leave @{name.revision} off")
     found = removal(cache, name)

@@ -1,7 +1,7 @@
 """`octavo top`: the block pool, requests, steps and events of a running server, live in the terminal. It shows no text.
 
     octavo top                               the server at http://127.0.0.1:8000, redrawn in place; q or Ctrl-C ends it
-    octavo top http://gpu-7:8000 --once      one picture
+    octavo top gpu-7:8000 --once             one picture
     octavo top --engine 2                    of several engines, the one with the number 2
     octavo top | tee log.txt                 one line a second, as with --plain
 """
@@ -19,11 +19,10 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from octavo.cli.opening import add_key_flag, open_remote
+from octavo.cli.opening import DEFAULT_URL, add_server_word, open_remote, server_url
 from octavo.cli.top_picture import Line, figures_line, picture, plain
 from octavo.cli.top_watch import Watch
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 REDRAW_SECONDS = 0.25
 LINE_SECONDS = 1.0
 ONCE_SECONDS = 1.0  # from the first frame to the picture of --once
@@ -32,15 +31,15 @@ ONCE_LINES = 60
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo top [URL] [options]"
-    parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"a running Octavo server (default: {DEFAULT_URL})")
-    add_key_flag(parser)
+    add_server_word(parser, "a running Octavo server")
     parser.add_argument("--engine", type=int, metavar="N", default=0, help="number of the engine, if the server has several (default: 0)")
     parser.add_argument("--plain", action="store_true", help="print one line a second; the default if the output is not a terminal")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    with asyncio.Runner() as runner, open_remote(args) as server:  # the connections must end before their loop does
+    url = server_url(args, args.server) or DEFAULT_URL
+    with asyncio.Runner() as runner, open_remote(url, args.api_key) as server:  # the connections must end before their loop does
         watch = Watch(server, comes_back=not args.once, engine=args.engine)
         if args.once:
             runner.run(_once(watch))

@@ -10,6 +10,7 @@ arrival, not those of a task that ran later.
 
 import asyncio
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -38,14 +39,14 @@ class Address:
 
 
 def parse_url(url: str) -> Address:
-    """Reads http://127.0.0.1:8000, with or without the /v1 that other clients want."""
+    """Reads http://127.0.0.1:8000, with or without http:// and the /v1 that other clients need."""
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(url if re.match(r"https?:|.*://", url) else f"http://{url}")
         port = parts.port
     except ValueError as error:
         raise _wrong(url, str(error)) from error
     if parts.scheme not in PORTS or not parts.hostname:
-        raise _wrong(url, "wanted something like http://127.0.0.1:8000")
+        raise _wrong(url, "must be like localhost:8000 or http://127.0.0.1:8000")
     if parts.username is not None or parts.query or parts.fragment:
         raise _wrong(url, "it may have a host, a port and a path, and nothing else; a key is given with --api-key")
     if not url.isascii() or not url.isprintable() or " " in url:

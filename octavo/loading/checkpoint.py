@@ -19,7 +19,7 @@ from octavo.errors import ConfigError, LoadError
 from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
 from octavo.kernels.cpu.packing import Blocks
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
-from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
+from octavo.loading.files import INDEX, SINGLE, fingerprint, no_model_folder, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors, weights_in
 from octavo.loading.mapped import MappedFile
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
@@ -88,7 +88,7 @@ class SafetensorsCheckpoint:
         elif any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir()):
             raise LoadError(f"{folder}: has only pickled weights, which can run code; convert them to {SINGLE} (save_pretrained does)")
         else:
-            raise LoadError(f"{folder}: has no {SINGLE} and no {INDEX}")
+            raise no_model_folder(folder)
         self._file_of = {name: file for file in self._files for name in file.headers}
         in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/stacked.py` reads those
         self._packed = {} if quantization is None or in_stacks else self._find_packed(quantization)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,23 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEX_BYTES, INDEX_ITEMS = 32 * 2**20, 250_000  # the largest there is has 9 MB and 92,000 weights
 MAX_SHARDS = 2048  # ten times as many as the largest models have
 FINGERPRINT_WINDOWS, WINDOW_BYTES = 64, 4096
+
+# Files of a model folder. Of each group, one is needed.
+PARTS = (("config.json",), (SINGLE, INDEX), ("tokenizer.json", "tokenizer.model"), ("tokenizer_config.json",))
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """Returns the files that a folder lacks to be a model. Whether those that are there can be read is for their readers to say."""
+    return [" or ".join(names) for names in PARTS if not any(os.path.lexists(folder / name) for name in names)]
+
+
+def no_model_folder(folder: Path) -> LoadError:
+    """Returns the error that says what a model folder needs, and what this one lacks."""
+    *most, last = (" or ".join(names) for names in PARTS)
+    missing = missing_parts(folder)
+    lack = "has none of these" if len(missing) == len(PARTS) else f"lacks {', '.join(missing)}"
+    wanted = f"{', '.join(most)}, and {last}"
+    return LoadError(f"{folder} is not a model: a model is a .gguf file, or a folder with {wanted}; this folder {lack}")
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

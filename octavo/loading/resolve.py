@@ -4,6 +4,7 @@ A folder or file on this machine comes first. The hub is asked only if there is 
 """
 
 import difflib
+import os
 import re
 import reprlib
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.loading.files import read_json_object
+from octavo.loading.files import no_model_folder, read_json_object
 from octavo.loading.gguf import GGUFFile, config_dict, read_gguf, rope_factors
 from octavo.loading.hub import fetch_model
 from octavo.loading.names import INSTALL, NAME, HubName, at_revision, default_model, is_default_name, parse_hub_name
+from octavo.loading.ollama_names import meant_on_hub
 from octavo.loading.overrides import overridden, read_overridden
 from octavo.model_config import ModelConfig
 from octavo.quant.quant_config import QuantConfig, read_quant_config
@@ -75,7 +77,7 @@ def locate(model: str | None, revision: str | None = None) -> ModelSource | HubN
     if found is None:
         name = parse_hub_name(str(model))
         if name is None:
-            raise LoadError(f"{str(model)[:200]!r} {_why_not(Path(str(model)))}")
+            raise LoadError(f"{str(model)[:200]!r} {_why_not(str(model))}")
         return at_revision(name, revision)
     if revision is not None:
         raise ConfigError(f"--revision {revision[:80]!r} is for models of the hub, but {found.path} is on this machine: leave it out")
@@ -96,13 +98,16 @@ def _find_here(model: str | None) -> ModelSource | None:
     return None
 
 
-def _why_not(path: Path) -> str:
+def _why_not(model: str) -> str:
+    path = Path(model)
     try:
-        if path.is_file():
+        if path.exists() and not path.is_dir():
             return f"is a file of another kind: {WANTED}"
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+    if meant := meant_on_hub(model):
+        return f"is not on this machine; did you mean {meant}, {'the default model' if meant == NAME else 'its name on the hub'}?"
     names = {NAME.lower(): NAME, **{name.lower(): repr(str(path.parent / name)) for name in siblings}}
     close = difflib.get_close_matches(path.name.lower(), names, n=1)
     return f"not found: {WANTED}" + (f"; did you mean {names[close[0]]}?" if close else "")
@@ -113,8 +118,10 @@ def load_model_config(source: ModelSource) -> ModelConfig:
         file, shown = source.gguf, str(source.path)
         return read_overridden(config_dict(file.metadata, file.tensors, shown, rope_factors(file)), source.overrides, shown)
     path = source.path / "config.json"
-    if not path.exists() and (gguf := next(source.path.glob("*.gguf"), None)):
-        raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")
+    if not os.path.lexists(path):
+        if gguf := min(source.path.glob("*.gguf"), default=None):
+            raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")
+        raise no_model_folder(source.path)
     raw = read_json_object(path)
     config = read_overridden(raw, source.overrides, str(path))
     read_quant_config(overridden(raw, source.overrides), str(path))  # what it cannot read is refused now, before torch is imported

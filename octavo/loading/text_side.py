@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig
+from octavo.loading.files import missing_parts, no_model_folder
 from octavo.loading.names import is_default_name
 from octavo.loading.resolve import ModelSource, load_model_config, read_generation_config, source_of
 from octavo.log import Stopwatch, logger
@@ -47,6 +48,8 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     if source.kind == "gguf":
         tokenizer = Tokenizer.from_gguf(source.gguf.metadata, str(source.path))
     else:
+        if any("tokenizer" in name for name in missing_parts(source.path)):
+            raise no_model_folder(source.path)
         tokenizer = Tokenizer.from_folder(source.path)
     logger.info("Tokenizer loading took %.2f seconds", watch.total())
     return tokenizer

@@ -162,7 +162,7 @@ def test_help_comes_without_torch() -> None:
     ("words", "code", "said"),
     [
         (["thruput"], 2, "octavo bench: error: unknown command thruput; did you mean throughput?"),
-        (["throughput", "--load", "batch23"], 2, "unknown load 'batch23', known are single, prefill, batch32"),
+        (["throughput", "--load", "batch23"], 2, "unknown load 'batch23'; choose from single, prefill, batch32"),
         (["throughput", "--load", "batch32", "--trace", "x"], 2, "give one of --load, --trace, or --input-len"),
         (["throughput", "--load", "batch32", "--num-prompts", "3"], 2, "--num-prompts does not go with --load"),
         (["throughput", "--input-len", "0"], 2, "must be a length of at least 1, like 128, or a range like 64-512, got '0'"),

@@ -236,7 +236,7 @@ def banner() -> Iterator[str]:
 
 
 # promise: server-there-wants
-@pytest.mark.parametrize("command", [["bench", "serve"], ["chat", "Hello"]])
+@pytest.mark.parametrize("command", [["bench", "serve"], ["chat", "Hello!"]])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -246,7 +246,8 @@ def banner() -> Iterator[str]:
         (["--url", "SERVED", "--api-key", "secret", "--model", "gpt"], "there is no model 'gpt' at http://127.0.0.1:"),
         (["--url", "SERVED/other", "--api-key", "secret"], "does not answer /v1/models as OpenAI's API does"),
         (["--url", "BANNER"], "what listens there does not speak HTTP/1.1"),
-        (["--url", "127.0.0.1:8000"], "wanted something like http://127.0.0.1:8000"),
+        (["--url", "127.0.0.1:9"], "no server answers at http://127.0.0.1:9 (Connection refused)"),
+        (["--url", "http:/127.0.0.1:9"], "must be like localhost:8000 or http://127.0.0.1:8000"),
         (["--url", "http://me:word@host"], "it may have a host, a port and a path, and nothing else"),
         (["--url", "SERVED", "--api-key", "a\nb"], "the API key has characters that no header can have"),
     ],
@@ -291,10 +292,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-# promise: octavo-chat-url
-@pytest.mark.parametrize("command", [["bench", "serve", "--num-prompts", "2"], ["chat", "Hello", "--max-tokens", "3"]])
+# promise: octavo-chat-url, server-url-word
+@pytest.mark.parametrize("command", [["bench", "serve", "SERVED", "--num-prompts", "2"], ["chat", "SERVED", "Hello!", "--max-tokens", "3"]])
 def test_a_client_needs_neither_torch_nor_the_servers_libraries(command: list[str], served: str) -> None:
-    words = [sys.executable, "-c", NO_ENGINE, *command, "--url", served]
+    words = [sys.executable, "-c", NO_ENGINE, *(served.removeprefix("http://") if word == "SERVED" else word for word in command)]
     env = environment({"OCTAVO_API_KEY": "secret"})
     run = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
     assert run.returncode == 0 and run.stdout.strip(), run.stderr

@@ -119,8 +119,8 @@ class Typist:
                 return self.expect(r">>> \Z", seconds=10)
         raise TimedOut(f"no prompt after Ctrl-C: {self.transcript[-2000:]!r}")
 
-    def leave(self) -> int:
-        self.type("\x04")
+    def leave(self, typed: str = "\x04") -> int:
+        self.type(typed)
         return self.process.wait(SECONDS)
 
     def _take(self) -> None:

@@ -1,4 +1,4 @@
-"""`octavo chat --url`: the same conversation with a running server, at a terminal and against one that answers to a script."""
+"""`octavo chat URL`: the same conversation with a running server, at a terminal and against one that answers to a script."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ from tests.support.scripted_server import Script, ScriptedServer
 from tests.support.server_process import ServerProcess
 
 
-# promise: octavo-chat-url
+# promise: octavo-chat-url, chat-ends, server-url-word
 def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "OCTAVO_API_KEY": "secret"}
     with ServerProcess("octavo serve", "--api-key", "secret", env=FAKE) as server:
@@ -35,13 +35,13 @@ def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> N
             count = re.search(r"answer  (\d+) tokens", chat.ask("/stats"))
             assert count and 1 <= int(count[1]) < 6000
             assert chat.leave() == 0
-        with Typist("chat", "--url", f"{url}/v1", "--max-tokens", "6", cwd=tmp_path, env=env) as chat:
+        with Typist("chat", f"localhost:{server.port}/v1", "--max-tokens", "6", cwd=tmp_path, env=env) as chat:
             chat.expect(">>> ")
             assert re.search(r"server  queue \d+ ms, prefill \d+ ms, decode \d+ ms", chat.ask_twice())
             server.process.terminate()
             assert server.ended() == 0
-            assert "error: no server answers at http://127.0.0.1" in chat.ask("Is anybody there?")
-            assert chat.leave() == 0
+            assert "error: no server answers at http://localhost" in chat.ask("Is anybody there?")
+            assert chat.leave("/bye\r") == 0
 
 
 def said(*pieces: tuple[str, str], pause: float = 0.0) -> Script:

@@ -14,7 +14,7 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
         assert "loading the default model ..." in chat.expect(r"SmolLM2-135M-Instruct, context of 2048 tokens")
         chat.expect(">>> ")
         listed = re.findall(r"^(?:\x1b\[2m)?(/\w+)", chat.ask("/help"), re.MULTILINE)
-        assert listed == ["/help", "/system", "/clear", "/retry", "/save", "/stats"]
+        assert listed == ["/help", "/system", "/clear", "/retry", "/save", "/stats", "/bye"]
         assert "no question to ask again" in chat.ask("/retry")
         assert re.search(r"blocks  [1-9] of \d+ in use", chat.ask_twice())
         chat.type('"""one\r')
@@ -35,7 +35,24 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     assert "/save talk.json" in (tmp_path / ".local/state/octavo/history").read_text().splitlines()
 
 
-# promise: environment-color, chat-ctrl-c, chat-history-survives
+# promise: word-model-question
+def test_at_a_terminal_a_single_word_is_asked_about(tmp_path: Path) -> None:
+    env = {**FAKE, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    words = ("run", "mistral", "--max-tokens", "3")
+    question = r"mistral may be a model or a question.\r\n  m  open the model mistralai/Mistral-7B-Instruct-v0.3\r\n  q  .*\r\nm or q\? "
+    for typed, code, said in (
+        ("yes\rm\r", 1, "error: mistralai/Mistral-7B-Instruct-v0.3: not complete in the cache"),
+        ("q\r", 0, r"\x1b\[K[^o]"),  # an answer
+        ("\x04", 2, "error: mistral may be a model or a question; write one of these"),
+    ):
+        with Typist(*words, cwd=tmp_path, env=env) as asked:
+            asked.expect(question)
+            asked.type(typed)
+            asked.expect(said)
+            assert asked.process.wait(SECONDS) == code
+
+
+# promise: environment-color, chat-ctrl-c, chat-history-survives, chat-ends
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     history = tmp_path / ".local/state/octavo/history"
     history.parent.mkdir(parents=True)
@@ -54,10 +71,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
         chat.type("\x1b[A" * 3)  # what was typed in the earlier run is two answers up
         chat.expect("asked in an earlier run")
         chat.interrupt()
-        assert chat.leave() == 0
+        assert chat.leave("/quit\r") == 0
 
 
-# promise: chat-full-context
+# promise: chat-full-context, chat-ends
 def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) -> None:
     words = ("--max-tokens", "8", "--max-model-len", "160")
     with Typist("chat", *words, cwd=tmp_path, env={**FAKE, "HOME": str(tmp_path)}) as chat:
@@ -67,7 +84,7 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) 
         assert not any("error" in text for text in said)
         assert "maximum context length is 160 tokens" in chat.ask("far too long " * 200)
         assert "error" not in chat.ask("And a short one")
-        assert chat.leave() == 0
+        assert chat.leave("/exit\r") == 0
 
 
 # promise: chat-generate-log, progress-bar-tokens

@@ -1,6 +1,7 @@
 """The commands as scripts use them: text on stdout, one line on stderr, an exit code."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,17 @@ def test_a_question_on_stdin_is_answered_once() -> None:
         (["serve", "--temp=0.5"], 2, "octavo serve: error: unknown option --temp; each request sets it"),
         (["chat", "--max-model", "4k"], 2, "octavo chat: error: unknown option --max-model; did you mean --max-model-len?"),
         (["chat", "--dtype", "fp16", "Hi"], 2, "choose from auto, float32, bfloat16, float16); did you mean float16?"),
-        (["chat", "llama3.2:1b", "Hi"], 1, "octavo: error: 'llama3.2:1b' not found: a model is a folder, a .gguf file, owner/name"),
+        (["serve", "llama3.2:1b"], 1, "'llama3.2:1b' is not on this machine; did you mean meta-llama/Llama-3.2-1B-Instruct, its name on"),
+        (["pull", "qwen3:0.6b"], 1, "octavo: error: 'qwen3:0.6b' is not on this machine; did you mean Qwen/Qwen3-0.6B, its name on the"),
+        (["chat", "mistral", "Hi"], 1, "did you mean mistralai/Mistral-7B-Instruct-v0.3, its name on the hub?"),
+        (["qwen3:0.6b"], 2, "unknown command qwen3:0.6b; a model comes after a command: octavo serve Qwen/Qwen3-0.6B"),
+        (["generate", "mistral"], 2, "mistral is the name of a model, not a prompt: octavo generate --model mistralai/Mistral-7B"),
+        (["pull", "/"], 1, "octavo: error: / is not a model: a model is a .gguf file, or a folder with config.json, model.safetensors"),
+        (["pull", ".."], 1, "octavo: error: .. is not a model: a model is a .gguf file, or a folder with config.json, model.safetensors"),
+        (["rm", "/"], 1, "octavo: error: '/' is not a downloaded model: give owner/name[:QUANT], as `octavo list` shows it"),
+        (["rm", "mistral"], 1, "'mistral' is not a downloaded model; did you mean mistralai/Mistral-7B-Instruct-v0.3?"),
+        (["list", "nonsense"], 2, "octavo list: error: unexpected word nonsense"),
+        (["chat", "localhost:9", "--url", "localhost:8", "Hi"], 2, "two servers, localhost:9 and --url localhost:8; give one"),
         (["chat", "--kv-cache-memory-bytes", "4q"], 2, "must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got '4q'"),
         (["chat", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
         (["chat", "--device", "mps"], 2, "invalid choice: 'mps' (choose from auto, cpu, cuda): Octavo runs on a CPU or an NVIDIA GPU"),
@@ -68,9 +79,9 @@ def test_a_question_on_stdin_is_answered_once() -> None:
         (["generate"], 2, "give prompts as words, or a file of prompts with --file"),
         (["generate", "--file", "p.txt", "Hello"], 2, "give prompts as words, or a file of prompts with --file"),
         (["chat", "models/absent.gguf", "Hello?"], 1, "octavo: error: 'models/absent.gguf' not found"),
-        (["chat", "--temperature", "-1", "Hello"], 1, "octavo: error: temperature must be a finite number of at least 0, got -1.0"),
+        (["chat", "--temperature", "-1", "Hello!"], 1, "octavo: error: temperature must be a finite number of at least 0, got -1.0"),
         (["generate", "-n", "0", "Hello"], 1, "octavo: error: n must be an integer of at least 1, got 0"),
-        (["chat", "--block-size", "12", "Hello"], 1, "octavo: error: block_size must be a power of two from 1 to 256, got 12"),
+        (["chat", "--block-size", "12", "Hello!"], 1, "octavo: error: block_size must be a power of two from 1 to 256, got 12"),
         (["generate", "--file", "absent.txt"], 1, "octavo: error: absent.txt: No such file or directory"),
         (["generate", "Hello", "--output", "absent/out.jsonl"], 1, "octavo: error: --output absent/out.jsonl cannot be written"),
         (["chat"], 1, "octavo: error: the question is empty"),
@@ -84,7 +95,37 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(words: list[str], code: int,
     assert len(run.stderr.splitlines()) == code  # a mistake of usage is followed by where to read more
 
 
-@pytest.mark.parametrize("words", [["chat", "--max-modle-len", "4k", "Hi"], ["chat", "--block-size", "12", "Hello"], ["chat"]], ids=str)
+# promise: folder-not-model
+def test_a_folder_needs_no_pull_if_it_is_a_model_and_is_refused_if_not(tmp_path: Path) -> None:
+    folder = story_folder(tmp_path / "stories")
+    run = octavo_here("pull", str(folder))
+    assert (run.returncode, run.stdout) == (0, f"stories is on this machine already, in {folder}\n")
+    (folder / "config.json").write_text('{"architectures": ["BertModel"]}')
+    run = octavo_here("pull", str(folder))
+    assert (run.returncode, run.stdout) == (1, "") and "architectures is ['BertModel']; supported: " in run.stderr
+    (folder / "config.json").unlink()
+    assert octavo_here("pull", str(folder)).stderr.endswith("this folder lacks config.json\n")
+
+
+# promise: word-model-question
+@pytest.mark.parametrize(
+    ("words", "word", "model", "question"),
+    [
+        (["run", "mistral"], "mistral", "octavo run mistralai/Mistral-7B-Instruct-v0.3", "octavo run SmolLM2-135M-Instruct mistral"),
+        (["chat", "phi4", "--seed", "1"], "phi4", "octavo chat microsoft/phi-4", "octavo chat SmolLM2-135M-Instruct phi4"),
+        (["run", "hello"], "hello", "octavo run OWNER/hello", "octavo run SmolLM2-135M-Instruct hello"),
+        (["run", "x:9", "hello"], "hello", "octavo run --url x:9 --model hello", "echo hello | octavo run --url x:9"),
+    ],
+)
+def test_a_single_word_is_no_question_where_nobody_can_be_asked(words: list[str], word: str, model: str, question: str) -> None:
+    run = octavo_here(*words, stdin="What is it?")
+    assert (run.returncode, run.stdout) == (2, "")
+    first, *commands, _ = run.stderr.splitlines()
+    assert first == f"octavo {words[0]}: error: {word} may be a model or a question; write one of these"
+    assert [re.split(r"  +", line.strip()) for line in commands] == [[model, "the model"], [question, "the question"]]
+
+
+@pytest.mark.parametrize("words", [["chat", "--max-modle-len", "4k", "Hi"], ["chat", "--block-size", "12", "Hello!"], ["chat"]], ids=str)
 def test_a_process_says_of_it_no_more_and_no_less(words: list[str]) -> None:
     run, here = octavo(*words), octavo_here(*words)
     assert run.returncode > 0 and run.stderr.count("octavo") > 0
@@ -164,14 +205,14 @@ def test_prompts_may_be_words_and_what_is_wrong_with_the_environment_is_said_on_
 
 
 def test_a_failing_engine_is_an_error_of_the_command() -> None:
-    run = octavo("chat", "Hello", env={"OCTAVO_DEBUG": "runner=fake,forward.raise@3", "OCTAVO_LOG_LEVEL": "ERROR"})
+    run = octavo("chat", "Hello!", env={"OCTAVO_DEBUG": "runner=fake,forward.raise@3", "OCTAVO_LOG_LEVEL": "ERROR"})
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1].startswith("octavo: error: the engine failed in this step")
 
 
 # promise: environment-octavo-log
 def test_a_traceback_comes_only_when_asked_for() -> None:
-    words = ("chat", "--block-size", "12", "Hello")
+    words = ("chat", "--block-size", "12", "Hello!")
     assert "Traceback" not in octavo(*words).stderr
     assert "Traceback" in octavo(*words, env={"OCTAVO_LOG_LEVEL": "DEBUG"}).stderr
 

@@ -106,7 +106,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
         ("max_body_bytes = '4q'", "max_body_bytes: must be a size like 4096, 32k"),
         ("[sampling]\nseed = 1", "unknown setting 'sampling'"),
         ("skip_tokenizer_init = true", "unknown setting 'skip_tokenizer_init'"),
-        ("seed = 1\nmax-model-len = 64\nmax_model_len = 64", "max_model_len is there twice, with - and with _"),
+        ("seed = 1\nmax-model-len = 64\nmax_model_len = 64", "max_model_len is set twice, once with - and once with _"),
         ("block_size = 12", "block_size must be a power of two from 1 to 256, got 12"),
         ("block_size = '16'", "block_size must be an integer from 1 to 256, got '16'"),
         ("block_size = 16.0", "block_size must be an integer from 1 to 256, got 16.0"),

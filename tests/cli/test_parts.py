@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 
 from octavo.cli.args import Parser, add_engine_flags, engine_config
-from octavo.cli.chat import Terminal, looks_like_model
+from octavo.cli.chat import Terminal
 from octavo.cli.chat_session import ChatSession, LocalAnswers
 from octavo.cli.generate import Answer, JsonWriter, Row, Sample, TextWriter
+from octavo.cli.words import looks_like_model, looks_like_server, may_name_model
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.llm import LLM
@@ -63,13 +64,17 @@ def test_flags_become_settings_wherever_they_stand() -> None:
     assert engine_config(engine_parser().parse(["--max-model-len", "auto"])).max_model_len is None
 
 
-def test_one_word_is_a_model_or_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# promise: word-model-question
+def test_one_word_is_a_model_a_server_a_question_or_not_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SmolLM2").mkdir()
-    assert all(map(looks_like_model, ["SmolLM2", "gone.gguf", "owner/name", "./a", str(tmp_path)]))
-    assert all(map(looks_like_model, ["SmolLM2-135M-Instruct", "llama3.2", "qwen3:0.6b"]))
-    assert not any(map(looks_like_model, ["Hello", "Is it a/b?", "either/or?", "what is /etc", "", "x" * 5000]))
-    assert not any(map(looks_like_model, ["llama", "2+2", "Qwen or llama3?"]))
+    assert all(map(looks_like_model, ["SmolLM2", "gone.gguf", "owner/name", "./a", str(tmp_path), "SmolLM2-135M-Instruct"]))
+    questions = ["Is it a/b?", "either/or?", "what is /etc", "", "2+2", "Hello!", "Qwen or llama3?", "今日は天気がいいですか", "你好"]
+    not_clear = ["Hello", "llama", "llama3.2", "qwen3:0.6b", "mistral", "x" * 5000]
+    assert not any(map(looks_like_model, questions + not_clear))
+    assert all(map(may_name_model, not_clear)) and not any(map(may_name_model, questions))
+    servers = ["localhost:8000", "http://gpu-7", "https://host/v1", "127.0.0.1:80", "[::1]:8000", "gpu-7.lan:8000/v1", "localhost"]
+    assert all(map(looks_like_server, servers)) and not any(map(looks_like_server, questions + not_clear + ["1:2", "owner/name:Q8_0"]))
 
 
 @pytest.mark.parametrize(

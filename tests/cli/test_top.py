@@ -75,12 +75,12 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top_watch, "SILENCE_SECONDS", 0.5)
 
 
-# promise: octavo-top-url
+# promise: octavo-top-url, server-url-word
 def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("OCTAVO_API_KEY", "secret")
     with view_host(Shown(FRAMES), key="secret") as server:
-        assert main(["top", server.url, "--once"]) == 0
+        assert main(["top", server.url.removeprefix("http://"), "--once"]) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()
     assert lines[0] == f"m  {server.url}" and server.asked == ["/v1/view"]
@@ -101,7 +101,7 @@ def test_one_of_several_engines_is_chosen_and_its_number_and_how_many_are_ready_
     several = Shown([(0, HEAD | {"engine": 2, "engines": 3}), (0, EMPTY)])
     with view_host(several) as server:
         server.engines = {"ready": 2, "all": 3}
-        assert main(["top", server.url, "--once", "--engine", "2"]) == 0
+        assert main(["top", "--url", server.url, "--once", "--engine", "2"]) == 0
         assert server.asked == ["/v1/view?engine=2", "/health"]
     assert capsys.readouterr().out.splitlines()[0] == f"m  {server.url}  engine 2 of 3  2 of 3 ready"
     absent = Shown(status=400, error={"message": "there is no engine '7'; they are numbered from 0 to 2"})
@@ -190,7 +190,7 @@ def test_what_is_wrong_is_one_line_with_what_to_do(
     assert main(["top", silent, *words]) == 1
     assert "has sent nothing for" in capsys.readouterr().err
     assert main(["top", "ftp://x", *words]) == 1
-    assert "the URL 'ftp://x': wanted something like http://127.0.0.1:8000" in capsys.readouterr().err
+    assert "the URL 'ftp://x': must be like localhost:8000 or http://127.0.0.1:8000" in capsys.readouterr().err
 
 
 def test_silence_after_a_while_is_no_end(hurried: None) -> None:

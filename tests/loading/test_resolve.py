@@ -14,6 +14,7 @@ from octavo.errors import LoadError
 from octavo.loading.gguf import GGUFTensor, config_dict
 from octavo.loading.names import HubName
 from octavo.loading.resolve import load_model_config, locate, open_checkpoint, resolve_model
+from octavo.loading.text_side import load_tokenizer
 from octavo.model_config import ModelConfig
 from octavo.models.registry import read_config
 from tests.support.models import DATA, stories260k
@@ -82,8 +83,10 @@ def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
         ("", "not found"),
         ("mdel", "did you mean .*model"),
         ("SmolLM2-135M", "did you mean SmolLM2-135M-Instruct[?]$"),
+        ("qwen3:0.6b", "did you mean Qwen/Qwen3-0.6B, its name on the hub[?]$"),
         ("nothing/like/it", "not found: a model is a folder, a .gguf file, owner/name.* on the hub, or SmolLM2-135M-Instruct"),
         ("notes.txt", "is a file of another kind: a model is a folder, a .gguf file, owner/name"),
+        ("/dev/null", "is a file of another kind"),
         ("nul\0byte", "not found"),
         ("x" * 5000, "cannot be read|not found"),
     ],
@@ -116,7 +119,6 @@ def test_custom_code_is_never_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "generation", "reason"),
     [
-        (None, None, r"config\.json: not found"),
         ("{", None, r"config\.json: not valid JSON"),
         ("[]", None, r"config\.json: must be a JSON object"),
         ("[" * 100000, None, r"config\.json: JSON nested too deep"),
@@ -132,6 +134,29 @@ def test_bad_config_is_refused_by_file_and_key(tmp_path: Path, config: Any, gene
     folder = write_folder(tmp_path, config, generation)
     with pytest.raises(LoadError, match=reason):
         load_model_config(resolve_model(folder))
+
+
+# promise: folder-not-model
+@pytest.mark.parametrize(
+    ("there", "lack"),
+    [
+        ((), "has none of these"),
+        (("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"), "lacks config.json"),
+        (("config.json", "model.safetensors"), "lacks tokenizer.json or tokenizer.model, tokenizer_config.json"),
+        (("config.json", "tokenizer.model", "tokenizer_config.json"), "lacks model.safetensors or model.safetensors.index.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_told_what_it_lacks(tmp_path: Path, there: tuple[str, ...], lack: str) -> None:
+    for name in there:
+        (tmp_path / name).write_text(json.dumps(CONFIG))
+    with pytest.raises(LoadError) as caught:
+        source = resolve_model(str(tmp_path))
+        load_model_config(source)
+        if "model.safetensors" in there:
+            load_tokenizer(source)
+        open_checkpoint(source)
+    wanted = "config.json, model.safetensors or model.safetensors.index.json, tokenizer.json or tokenizer.model, and tokenizer_config.json"
+    assert str(caught.value) == f"{tmp_path} is not a model: a model is a .gguf file, or a folder with {wanted}; this folder {lack}"
 
 
 def test_folder_that_holds_only_a_gguf_says_so(tmp_path: Path) -> None:

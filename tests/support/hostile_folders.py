@@ -170,7 +170,7 @@ def _configs() -> list[Case]:
     generation = "generation_config.json"
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
     return [
-        config("missing", "not found", None),
+        config("missing", "lacks config.json", None),
         config("bad JSON", "not valid JSON", '{"a": '),
         config("not UTF-8", "not UTF-8", b'{"a": "\xff"}'),
         config("a list", "must be a JSON object", []),

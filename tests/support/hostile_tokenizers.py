@@ -40,7 +40,7 @@ def tokenizer_cases() -> list[Case]:
     special = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "X", "type_id": 0}}], "pair": [], "special_tokens": {}}
     many = [{**added[0], "id": 14 + i, "content": f"<{i}>"} for i in range(70_000)]
     return [
-        tokenizer("missing", "not found", None),
+        tokenizer("missing", "lacks tokenizer.json", None),
         tokenizer("bad JSON", "not valid JSON", "{"),
         tokenizer("nothing in it", "model must be a dict", {}),
         tokenizer("a part said twice", "occurs twice", said_twice),
@@ -79,7 +79,7 @@ def tokenizer_cases() -> list[Case]:
         settings("end that is no text", "eos_token", eos_token={"content": 7}),
         settings("end that is no Unicode", "tokenizer", eos_token="\ud83d"),
         settings("names of templates that are lists", "chat_template", chat_template=[{"name": []}, {"name": "default", "template": 5}]),
-        folder_case(127, "settings missing", "tokenizer_config.json: not found", {"tokenizer_config.json": None}),
+        folder_case(127, "settings missing", "lacks tokenizer_config.json", {"tokenizer_config.json": None}),
         folder_case(127, "settings a list", ("tokenizer_config.json", "JSON object"), {"tokenizer_config.json": []}),
         template("template with an unknown tag", "nonsense", "{% nonsense %}"),
         template("template too deep", "recursion", "{{ " + "(" * 9000 + ")" * 9000 + " }}"),

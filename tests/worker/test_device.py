@@ -119,7 +119,7 @@ def test_a_rocm_build_of_torch_is_refused_with_the_command_that_helps() -> None:
 # promise: windows-through-wsl2
 def test_the_command_ends_on_windows_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Windows")
-    assert main(["chat", "Hello"]) == 1
+    assert main(["chat", "Hello!"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("octavo: error: Octavo does not run on native Windows") and said.err.count("\n") == 1
 

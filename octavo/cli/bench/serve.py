@@ -13,7 +13,7 @@ from octavo.bench.traces import MOST
 from octavo.bench.workload import Workload, check_fits
 from octavo.cli.bench.output import Shown, add_target_flags, check_targets, count, publish
 from octavo.cli.bench.workloads import DEFAULT_PROMPTS, add_workload_flags, check_choice, maker
-from octavo.cli.opening import add_remote_flags, open_remote
+from octavo.cli.opening import DEFAULT_URL, add_server_word, open_remote, server_url
 from octavo.client.api import RemoteServer
 from octavo.errors import RemoteError
 from octavo.sampling_params import SamplingParams
@@ -27,15 +27,15 @@ ROWS = [(name, "median") for name in ONCE] + [(name, statistic) for name in TIME
 
 
 EXAMPLES = """examples:
-  octavo bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
-  octavo bench serve --url http://127.0.0.1:8000 --load batch32 --concurrency 8
-  octavo bench serve --url http://127.0.0.1:8000 --trace azure.csv --speedup 10 --slo ttft:500ms,itl:50ms"""
+  octavo bench serve --request-rate 4 --num-prompts 100                   the server at http://127.0.0.1:8000
+  octavo bench serve gpu-7:8000 --load batch32 --concurrency 8
+  octavo bench serve gpu-7:8000 --trace azure.csv --speedup 10 --slo ttft:500ms,itl:50ms"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s --url URL [options]"
+    parser.usage = "%(prog)s [URL] [options]"
     parser.epilog = EXAMPLES
-    add_remote_flags(parser, required=True)
+    add_server_word(parser, "a running server, Octavo's or another with OpenAI's API")
     parser.add_argument("--model", metavar="NAME", help="the model's name on the server (default: its only one)")
     add_target_flags(parser)
     add_workload_flags(parser, "chosen lengths", "requests arrive at its times, unless --request-rate is given")
@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.load is None and args.trace is None:
         args.num_prompts = args.num_prompts or DEFAULT_PROMPTS
     make = maker(args, args.vocab_size, args.seed)
-    with asyncio.Runner() as runner, open_remote(args) as server:
+    url = server_url(args, args.server) or DEFAULT_URL
+    with asyncio.Runner() as runner, open_remote(url, args.api_key) as server:
         model = runner.run(server.model(args.model))
         longest = model.max_model_len or MOST
         runner.run(probe(server, model.name, args.vocab_size - 1))

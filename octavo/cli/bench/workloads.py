@@ -78,5 +78,5 @@ def _loads(text: str) -> list[str]:
     names, known = text.split(","), [*TEXT_LOADS, *RANDOM_LOADS]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise argparse.ArgumentTypeError(f"unknown load {unknown!r:.40}, known are {', '.join(known)}{nearest(unknown, known)}")
+        raise argparse.ArgumentTypeError(f"unknown load {unknown!r:.40}; choose from {', '.join(known)}{nearest(unknown, known)}")
     return list(dict.fromkeys(names))
