@@ -1,1 +1,1 @@
-"""Attention backends behind one registry."""
+"""Attention backends, with a registry."""

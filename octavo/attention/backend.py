@@ -1,7 +1,7 @@
-"""The backends of attention over keys and values: what a backend is, which there are, and how one is chosen.
+"""Attention backends: their interface, the available ones, and the selection.
 
-A backend is built once per layer from an `AttentionSpec`. What it does not support it refuses by name, at start, not in a step.
-`prepare` runs once a step (work shared by all layers), `write` and `attend` once a layer.
+A backend is built once per layer from an `AttentionSpec`. It refuses unsupported features by name, at start, not during a step.
+`prepare` runs once per step (work shared by all layers), `write` and `attend` once per layer.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norms over each head of q and k, or over all heads as one, before rotation."""
+    """RMS norms over each head of q and k, or over all heads together, before rotation."""
 
     q_weight: Tensor  # [head_dim], or [all heads * head_dim]
     k_weight: Tensor
@@ -27,7 +27,7 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation tables; half-split layout, position p is row p. Those of a layer that rotates nothing have no columns."""
+    """Rotation tables; half-split layout, position p is row p. Those of a layer without rotation have no columns."""
 
     cos: Tensor  # [max_position, rotated / 2] float32
     sin: Tensor
@@ -36,19 +36,19 @@ class Rope:
 class AttentionBackend(Protocol):
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
-    paged: ClassVar[bool]  # if not, every row has a region of its own
-    layouts: ClassVar[tuple[str, ...]]  # the layouts of a block that it reads
+    paged: ClassVar[bool]  # if not, every row has its own region
+    layouts: ClassVar[tuple[str, ...]]  # the block layouts that it supports
     captured: ClassVar[bool]  # on a device: whether a step with it can be captured as a CUDA graph
-    in_teams: ClassVar[bool]  # on a device: whether rows that share keys read them in teams (`ForwardBatch.teams`)
-    features: ClassVar[tuple[str, ...]]  # of `AttentionSpec`: what it has beyond the plain kind
+    in_teams: ClassVar[bool]  # on a device: whether it reads shared keys in cascade (shared-prefix) groups (`ForwardBatch.teams`)
+    features: ClassVar[tuple[str, ...]]  # the features of `AttentionSpec` that it supports
     spec: AttentionSpec
-    few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`
+    few_rows: int  # maximum number of rows with one query for `attend_few`: a backend with any is a `FewBackend`
 
     def __init__(self, spec: AttentionSpec) -> None: ...
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Any:
-        """Returns the index work that all layers share. The program puts it into `batch.attention`."""
+        """Returns the index work that all layers share. The program stores it in `batch.attention`."""
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Norms and rotates q and k, and stores k and v in the cache. Returns q [T, heads, head_dim].
@@ -57,23 +57,23 @@ class AttentionBackend(Protocol):
         """
 
     def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Computes attention of q over what the cache holds. Fills and returns out [T, heads, head_dim]. `sinks`: [heads]"""
+        """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`: [heads]"""
 
 
 class FewBackend(AttentionBackend, Protocol):
     def attend_few(
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Does `write` and `attend` at once for a few rows of one query, with their context in splits.
+        """Combines `write` and `attend` for a small batch of rows with one query, with their context in splits.
 
         Returns (parts [R, splits, heads, head_dim], their log-sum-exp [R, splits, heads] in units of log2), both float32
         """
 
 
-BEFORE_THE_CACHE = ("no_rotation", "partial_rotation", "whole_norm")  # what `write_kv` of `kernels/ops.py` has on every device
+BEFORE_THE_CACHE = ("no_rotation", "partial_rotation", "whole_norm")  # supported by `write_kv` of `kernels/ops.py` on every device
 TORCH_FEATURES = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
-# name -> "module:Class", imported when chosen
+# name -> "module:Class", imported when selected
 ON_CPU = {
     "cpu": "octavo.attention.cpu:CpuBackend",
     "contiguous": "octavo.attention.contiguous:ContiguousBackend",
@@ -103,14 +103,14 @@ def load_backend(name: str, on_device: bool = False) -> type[AttentionBackend]:
 
 
 def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool, asked: frozenset[str] = frozenset()) -> type[AttentionBackend]:
-    """Returns the backend for this run, or raises an error that says what it lacks and which setting to change.
+    """Returns the backend for this run, or raises an error with the missing feature and the setting to change.
 
     `asked`: the features of all layers of the model
     """
     default = "triton" if on_device else "cpu"
     backend = load_backend(default if config.attention_backend == "auto" else config.attention_backend, on_device)
     name, layout = backend.name, config.kv_cache_layout
-    if missing := sorted(asked - {*backend.features, "context_parallel"}):  # `layers/context_parallel.py` has that for all
+    if missing := sorted(asked - {*backend.features, "context_parallel"}):  # `layers/context_parallel.py` provides it for all backends
         raise ConfigError(f"{_lacks(name, missing)}: leave attention_backend at auto{', and set device to cpu' if on_device else ''}")
     if dtype not in backend.dtypes:
         raise ConfigError(f"attention backend {name} has no {dtype}; it has {', '.join(backend.dtypes)}")
@@ -126,7 +126,7 @@ def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool, asked: f
 
 
 def refuse_unsupported(backend: str, spec: AttentionSpec, supported: tuple[str, ...]) -> None:
-    """Raises if `spec` asks for something that is not in `supported`."""
+    """Raises if `spec` needs a feature that is not in `supported`."""
     missing = [name for name in spec.features if name not in supported]
     if missing:
         raise ConfigError(_lacks(backend, missing))

@@ -2,7 +2,7 @@
 
     cache   [num_rows, max_len, kv_heads, head_dim]      row r owns region r;  slot = r * max_len + position
 
-A token's place follows from its row and position alone, so no block table can be wrong here. After loading, it calls the
+A token's slot follows from its row and position alone, so no block table can be wrong here. After loading, it calls the
 same functions as the paged backend.
 """
 

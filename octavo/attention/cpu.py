@@ -1,4 +1,4 @@
-"""Paged attention on a CPU. A sequence's keys and values lie in blocks anywhere in the pool; its table says where.
+"""Paged attention on a CPU. A sequence's keys and values are in arbitrary blocks of the pool; its table lists them.
 
     block_size 4, a row of 10 tokens
 
@@ -10,8 +10,8 @@
 
     slot of token 9 = block * block_size + offset = table[9 // 4] * 4 + 9 % 4 = 5 * 4 + 1 = 21
 
-`write` puts each new token at its slot. `attend` gathers whole blocks through the table, so that a row's tokens are in order
-again; the rest is ordinary attention. A block never moves, and two tables may name the same block: that is a shared prefix.
+`write` stores each new token in its slot. `attend` gathers whole blocks through the table, so that a row's tokens are in order
+again; the rest is ordinary attention. A block never moves. If two tables contain the same block, it is part of a shared prefix.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from octavo.kernels.reference.layer import norm_heads, rotate
 
 class CpuBackend:
     name: ClassVar[str] = "cpu"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")  # the last for the native program, which has kernels of its own
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")  # the last one only for the native program's own kernels
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = False
@@ -79,7 +79,7 @@ def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, posi
 
 
 def keep(cache: Cache, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Puts k and v into the cache, rounded to its dtype."""
+    """Stores k and v in the cache, rounded to its dtype."""
     for name, values in (("k", k), ("v", v)):
         buffer = cache[name]
         if buffer.dtype == torch.int8:
@@ -105,7 +105,7 @@ def attend_group(
 ) -> None:
     """Computes attention of a group's queries over its k and v [rows, tokens, kv_heads, head_dim], and fills their part of out.
 
-    `tail` lists the places in k and v that these rows never wrote and that may not be zero.
+    `tail` lists positions in k and v that these rows never wrote and that may not be zero.
     """
     queries = q.index_select(0, group.tokens).view(-1, group.num_query, *q.shape[1:])  # [rows, num_query, heads, head_dim]
     k = zero_tail(k, tail)[:, : group.length]

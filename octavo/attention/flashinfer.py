@@ -1,10 +1,10 @@
-"""Paged attention by FlashInfer, if it is installed and asked for. Our kernel writes the cache, FlashInfer's read it.
+"""Paged attention with FlashInfer, if it is installed and selected. Our kernel writes the cache, FlashInfer's kernels read it.
 
     our tables    [ 7 2 5 . ]  [ 9 4 . . ]  [ . . . . ]      10, 5 and 0 tokens in blocks of 4; the third row is padding
     its arrays    indices 7 2 5 9 4 .    indptr 0 3 5 6    last length 2 1 1
 
-It plans on the host what a step computes. So a step waits for the device, and cannot be captured as a CUDA graph. One prefill
-kernel computes rows of one query and of more. Layers of one spec share a plan.
+It plans each step on the host. So a step waits for the device, and cannot be captured as a CUDA graph. One prefill
+kernel computes rows of one query and of more. Layers with the same spec share a plan.
 """
 
 from typing import Any, ClassVar
@@ -25,17 +25,17 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError("attention_backend is flashinfer, which is not installed: pip install flashinfer-python") from error
 
-WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends; the plans of a step share it, since layers run one after another
+WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends; the plans of a step share it, since layers run in sequence
 
 
 class Planned:
-    """A step in FlashInfer's terms. The wrapper for a kind of layer is made when the first such layer asks."""
+    """A step in FlashInfer's format. The wrapper for a kind of layer is created by the first such layer."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         size = batch.block_size
         self.query_start = batch.query_start.to("cpu", torch.int32)
         self.num_query = int(self.query_start[-1])
-        length = batch.context_len.to("cpu", torch.int32).clamp(min=1)  # padding reads one token of a block, and nobody its result
+        length = batch.context_len.to("cpu", torch.int32).clamp(min=1)  # padding reads one token of a block, and its result is ignored
         blocks = (length + size - 1) // size
         self.block_start = torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
         self.last_length = length - (blocks - 1) * size
@@ -80,9 +80,9 @@ class FlashInferBackend:
 
     def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         planned: Planned = batch.attention
-        count = planned.num_query  # behind them, in a padded step, stands nothing
+        count = planned.num_query  # in a padded step, the rows after them are undefined
         if count:
             k, v = (cache[name] if cache[name].is_contiguous() else cache[name].transpose(1, 2) for name in "kv")
             wrapper = planned.wrapper(self.spec, cache["k"])
-            wrapper.run(q[:count], (k, v), out=out[:count], enable_pdl=False)  # our rules of PDL are not its
+            wrapper.run(q[:count], (k, v), out=out[:count], enable_pdl=False)  # it does not follow our rules for PDL
         return out

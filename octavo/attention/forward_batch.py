@@ -1,4 +1,4 @@
-"""`ForwardBatch`: one step as tensors. It is all that a model sees, and it is an argument, never a global.
+"""`ForwardBatch`: one step as tensors. It is a model's only input, and it is an argument, never a global.
 
     plan entries    row 3: 1 token        row 0: 5 tokens           T = 6 tokens, R = 2 rows
     token_ids       [ 911 |  17  4  88 23  9 ]                      [T]
@@ -7,7 +7,7 @@
     context_len     [  41     5 ]   keys a row may read             [R]
     slots           block * block_size + offset of each token       [T]
 
-With several cache groups there is a batch for each of them, with tables, slots and a block size of its own.
+With several cache groups there is a batch for each of them, with its own tables, slots and block size.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.kernels.shared_keys import NOTHING, SharedKeys
 from octavo.kernels.team_words import Teams
 
-Cache = dict[str, Tensor]  # the buffers of one layer: a mixer knows their names
+Cache = dict[str, Tensor]  # the buffers of one layer: only a mixer knows their names
 
 
 @dataclass(slots=True)
@@ -28,16 +28,16 @@ class ForwardBatch:
     positions: Tensor  # [1, T] int64
     rows: Tensor  # [R] int64, row of the request table
     query_start: Tensor  # [R+1] int64
-    context_len: Tensor  # [R] int64, tokens in the cache once this step's are written
-    tables: Tensor  # [R, B] int64, block tables, padded with the null block 0; it also stands behind a window that gives back
-    slots: Tensor  # [T] int64, where in the cache each token goes
-    sample_index: Tensor  # [S] int64, tokens whose logits are wanted
+    context_len: Tensor  # [R] int64, tokens in the cache after this step has written its own
+    tables: Tensor  # [R, B] int64, block tables, padded with the null block 0, which is also behind a freed window
+    slots: Tensor  # [T] int64, the cache slot of each token
+    sample_index: Tensor  # [S] int64, tokens whose logits are needed
     caches: list[Cache]  # per layer, [num_blocks, block_size, *shape] each
     block_size: int  # tokens in a block of this cache group
-    max_query: int = 0  # a bound that the host knows, for kernels that must not ask the device
-    attention: Any = field(default=None)  # what the backend prepared for this step
-    stream: Tensor | None = None  # [T, hidden], of the stage before; None: the tokens are embedded
-    shared: SharedKeys = NOTHING  # keys that rows of one query read together; backends without a way to do so read them row by row
+    max_query: int = 0  # an upper bound that the host knows, for kernels that must not synchronise
+    attention: Any = field(default=None)  # the result of the backend's `prepare` for this step
+    stream: Tensor | None = None  # [T, hidden], of the previous stage; None: the tokens are embedded
+    shared: SharedKeys = NOTHING  # keys shared by rows with one query; backends without support read them row by row
     teams: Teams | None = None  # the same on a device
     by_layer: Sequence["ForwardBatch"] = ()  # with several cache groups: the batch of each layer's group
 

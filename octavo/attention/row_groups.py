@@ -1,11 +1,11 @@
-"""Rows that are computed together: the same number of query tokens, and pasts of similar length.
+"""Groups of rows that are computed together: with the same number of query tokens, and pasts of similar length.
 
-All decode rows have one query token, so a batch of them falls into very few groups; so do prompts that arrived
+All decode rows have one query token, so a batch of them forms very few groups; so do prompts that arrived
 together. Each row of a group is padded to the longest one, and no row by more than half its length (and a little).
 
-    context_len   640 600 590 | 180 171        two groups of decode rows, five rows, two calls a layer
+    context_len   640 600 590 | 180 171        two groups of decode rows, five rows, two calls per layer
 
-A row that reads its first keys together with others (`shared_rows.py`) is in a group with what it has behind them.
+A row that shares its first keys with others (`shared_rows.py`) is grouped by the rest of its keys.
 """
 
 from collections.abc import Sequence
@@ -17,29 +17,29 @@ from torch import Tensor
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.reference.attention import causal_mask
 
-# Rows this much shorter (in tokens) than 2/3 of the longest still join its group: a call costs more than the padding.
+# Rows that are at most this much (in tokens) shorter than 2/3 of the longest still join its group: a call costs more than the padding.
 SLACK = 64
 
 
 @dataclass(slots=True)
 class RowGroup:
-    index: Tensor  # [rows] int64, which rows of the batch these are
-    tokens: Tensor  # [rows * num_query] int64, which tokens of the batch they ask for
+    index: Tensor  # [rows] int64, their indices in the batch
+    tokens: Tensor  # [rows * num_query] int64, their query tokens in the batch
     first: Tensor  # [rows]: the first key that each reads here
     context_len: Tensor  # [rows]: keys from there on
     num_query: int
     length: int  # keys of the longest row
     num_blocks: int  # blocks of the longest row
-    blocks: Tensor  # [rows * num_blocks], of the pool; the null block behind a row's last
-    tail: Tensor  # padding in what is loaded, as row * num_blocks * block_size + position
+    blocks: Tensor  # [rows * num_blocks], in the pool; the null block after a row's last
+    tail: Tensor  # padding in the loaded keys, as row * num_blocks * block_size + position
     edge: Tensor  # the part of it in a row's own last block; the rest of the padding is null blocks
     even: bool  # all rows have `length` keys
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype, by_scores: bool = False) -> tuple[Tensor | None, bool]:
-        """(mask, causal): a mask only where none of the quicker ways says the same. Layers share it.
+        """(mask, causal): a mask only if none of the faster ways is equivalent. Layers share it.
 
-        `by_scores`: attention makes its scores one by one, and needs a mask for any row of several queries
+        `by_scores`: attention materialises its scores, and needs a mask for any row of several queries
         """
         if window is not None and window >= self.length:
             window = None
@@ -51,7 +51,7 @@ class RowGroup:
 
 
 def group_rows(batch: ForwardBatch, rows: Sequence[int] | None = None, first: Tensor | None = None) -> list[RowGroup]:
-    """Returns the groups of all rows; or of some, which are read from a key of their own on. first: [R]"""
+    """Returns the groups of all rows; or of some, which are read from a given first key on. first: [R]"""
     queries: list[int] = batch.query_start.diff().tolist()
     first = torch.zeros_like(batch.context_len) if first is None else first
     contexts: list[int] = (batch.context_len - first).tolist()
@@ -73,9 +73,9 @@ def _row_group(batch: ForwardBatch, rows: list[int], first: Tensor, num_query: i
     context_len = batch.context_len[index] - first[index]
     num_blocks = -(-length // batch.block_size)
     position = torch.arange(num_blocks * batch.block_size)
-    # Nothing past `length` is read by any row, so only what lies below it is listed.
+        # No row reads beyond `length`, so only positions below it are listed.
     tail = (position >= context_len[:, None]) & (position < length)  # [rows, num_blocks * block_size]
-    own = position // batch.block_size == context_len[:, None] // batch.block_size  # the block that holds the row's end
+    own = position // batch.block_size == context_len[:, None] // batch.block_size  # the block that contains the row's end
     return RowGroup(
         index=index,
         tokens=(batch.query_start[index, None] + torch.arange(num_query)).flatten(),

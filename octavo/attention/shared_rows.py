@@ -1,9 +1,9 @@
-"""Attention of rows that read keys together: over the keys of each node once for all its rows, then over what each row has for itself.
+"""Attention of rows with shared keys: over the keys of each node once for all its rows, then over the other keys of each row.
 
     node    queries of its rows [1, rows, heads, head_dim] over its keys [1, keys, kv_heads, head_dim]
     rest    a `RowGroup` of rows, each from the end of its last node on
 
-Each gives a part of the result and its log-sum-exp, in float32. A row adds them up by these, as if it had read all its keys at once.
+Each gives a part of the result and its log-sum-exp, in float32. The merged parts of a row equal attention over all its keys at once.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Keys = tuple[Tensor, Tensor]  # k and v, [rows, tokens, kv_heads, head_dim] in f
 
 @dataclass(slots=True)
 class KeyNode:
-    row: int  # of the batch: one of those that have these keys
+    row: int  # of the batch: one of those with these keys
     blocks: Tensor  # the same keys, in the pool
     tokens: Tensor  # [rows] int64, the queries of all of them
     context_len: Tensor  # [rows]
@@ -34,7 +34,7 @@ class KeyNode:
     _seen: dict[int | None, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the queries that see any of the keys, and what to add to their scores [1, 1, queries, keys]. Layers share it."""
+        """Returns the queries that see any of the keys, and the mask for their scores [1, 1, queries, keys]. Layers share it."""
         if window not in self._seen:
             first = self.context_len - (window or self.end + int(self.context_len.max()))  # the first key that each sees
             kept = first < self.end
@@ -52,7 +52,7 @@ class SharedRows:
 
 
 def split_rows(batch: ForwardBatch) -> tuple[list[RowGroup], SharedRows | None]:
-    """Returns the groups of rows that read everything for themselves, and the others, if there are any."""
+    """Returns the groups of rows without shared keys, and the other rows, if there are any."""
     shared = batch.shared
     if not len(shared.nodes):
         return group_rows(batch), None
@@ -69,7 +69,7 @@ def split_rows(batch: ForwardBatch) -> tuple[list[RowGroup], SharedRows | None]:
 
 
 class Merged:
-    """Results of queries that come in parts. A part counts as much as its log-sum-exp says."""
+    """Merges the partial results of queries, weighted by their log-sum-exp."""
 
     def __init__(self, tokens: Tensor, heads: int, head_dim: int) -> None:
         """`tokens`: of all queries, in order"""
@@ -87,7 +87,7 @@ class Merged:
         self._lse[places] = total
 
     def give(self, sinks: Tensor | None, out: Tensor) -> None:
-        if sinks is not None:  # a score without a value: it takes from all alike
+        if sinks is not None:  # a score without a value: it reduces all weights equally
             self._mixed *= (self._lse - torch.logaddexp(self._lse, sinks.float())).exp_().unsqueeze(-1)
         out.index_copy_(0, self._tokens, self._mixed.to(out.dtype))
 
@@ -96,7 +96,7 @@ def attend_shared(
     q: Tensor, shared: SharedRows, keys_of_node: Callable[[KeyNode], Keys], keys_of_rest: Callable[[RowGroup], tuple[Keys, Tensor]],
     spec: AttentionSpec, out: Tensor, sinks: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fills the part of out that belongs to these rows. The keys of the rest come with the places among them to set to zero."""
+    """Fills the part of out that belongs to these rows. The keys of the rest come with the positions to set to zero."""
     merged = Merged(shared.tokens, *q.shape[1:])
 
     def add(tokens: Tensor, shape: tuple[int, int], keys: Keys, mask: Tensor | None) -> None:

@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: two kernels over the cache in place, one for rows of one query, one for rows of more.
+"""Paged attention on a GPU: two kernels that read the cache in place, one for rows of one query, one for rows of more.
 
-`attention/cpu.py` has the drawing of blocks and tables. Here nothing is gathered: a kernel looks each block up as it reads it.
-`TritonRegions` is the same over a contiguous cache, for the proof that paging is invisible: equal tiles in equal order, so
-equal bits. On tensors of the CPU the kernels' twins run.
+`attention/cpu.py` has a drawing of blocks and tables. Here nothing is gathered: a kernel looks each block up as it reads it.
+`TritonRegions` is the same over a contiguous cache, to verify that paging changes no bit: equal tiles in equal order give
+equal bits. For CPU tensors the reference kernels run.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ SUPPORTED = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
 
 class Shares:
-    """How decode is divided in a step. It is counted once for each window, when the first layer asks.
+    """How decode is divided in a step. It is computed once for each window, for the first layer with that window.
 
-    Rows with a window read alone: each sees other keys than the rest of its team would.
+    Rows with a window do not use shared-prefix groups: each would see different keys.
     """
 
     def __init__(self, batch: ForwardBatch) -> None:
@@ -76,13 +76,13 @@ class TritonBackend:
 @dataclass(frozen=True, slots=True)
 class Regions:
     of_rows: Tensor  # [R, 1]
-    blocks: Tensor  # [R, B]: regions are blocks in a row, so that a table counts up from the first of its region
+    blocks: Tensor  # [R, B]: regions are consecutive blocks, so a table counts up from the first block of its region
     slots: Tensor  # [T]
     shares: Shares
 
 
 class TritonRegions:
-    """Over the regions of a contiguous cache: row r owns region r. Padding, and tokens behind the last row, own the last one."""
+    """The same over the regions of a contiguous cache: row r owns region r. Padding, and tokens after the last row, own the last one."""
 
     name: ClassVar[str] = "contiguous"
     dtypes: ClassVar[tuple[str, ...]] = TritonBackend.dtypes
@@ -99,7 +99,7 @@ class TritonRegions:
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Regions:
-        """Computes everything on the device: the host is not asked."""
+        """Computes everything on the device, without synchronising."""
         count, length = batch.caches[0]["k"].shape[:2]
         regions, of_tokens = region_places(batch, count)
         blocks = torch.arange(batch.tables.shape[1], device=batch.slots.device, dtype=regions.dtype)
@@ -142,12 +142,12 @@ def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _few_rows(spec: AttentionSpec) -> int:
-    """Returns 0 where all heads are normed as one: a program of the kernel of a few rows sees those of one KV head."""
+    """Returns 0 if all heads are normed together: a program of the small-batch kernel only has those of one KV head."""
     return 0 if spec.qk_norm == "whole" else few_rows(spec.head_dim)
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Returns k and v of this step's tokens, which stand behind q in qkv. `q` is a view of qkv."""
+    """Returns k and v of this step's tokens, which follow q in qkv. `q` is a view of qkv."""
     parts = q.as_strided((len(q), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), q.stride())
     k, v = parts[:, spec.num_heads :].chunk(2, dim=1)
     return k, v

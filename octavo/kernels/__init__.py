@@ -1,1 +1,1 @@
-"""Kernels; every fast one has a plain torch twin in reference/."""
+"""Kernels; every fast one has a plain torch reference in reference/."""

@@ -1,15 +1,15 @@
-"""A quantised matrix in the form that kernels of a GPU read: codes in words of 16 bits, scale and offset as a pair.
+"""A quantised matrix in the format of the GPU kernels: codes packed into 16-bit words, scale and offset as a pair.
 
     w[row, order[c]] = (scale[row, c // group] * code[row, c] + offset[row, c // group]) * factor        with a table: table[code[row, c]]
 
-Columns stand in blocks of 16 / bits spans, a span being 32 columns (16 where a group is no longer). A word holds the codes of
-the same column of every span, so that one shift and one mask take a whole span out of the words of a block:
+Columns are grouped in blocks of 16 / bits spans; a span has 32 columns (16 if a group has no more). A word holds the codes of
+the same column of every span, so that one shift and one mask extract a whole span from the words of a block:
 
     words [n, blocks * span] int16    4 bits: columns 96 + i | 64 + i | 32 + i | i of a block; 8 bits: 32 + i | i; i is lowest
     scales [n, groups] int32          offset (upper half) and scale (lower half), both float16
 
-Rows are filled up to whole blocks with scales and offsets of zero. The words of a block stand as the matrix units take columns:
-four threads share them, and each finds its own side by side. The columns i of a span of 32, of 16:
+Rows are padded to whole blocks with scales and offsets of zero. The words of a block are in the order in which the tensor cores
+read columns: four threads share them, and the words of each thread are contiguous. The columns i of a span of 32, of 16:
 
     0 1 16 17 8 9 24 25 | 2 3 18 19 10 11 26 27 | 4 5 20 21 12 13 28 29 | 6 7 22 23 14 15 30 31      0 1 8 9 | 2 3 10 11 | ...
 """
@@ -27,13 +27,13 @@ MAX_SPAN = 32
 class DeviceCodes:
     bits: int  # 4 or 8
     group: int  # 16, 32, 64 or 128
-    size: int  # columns, without filling
+    size: int  # columns, without padding
     words: Tensor
     scales: Tensor
     factor: float  # a power of two
-    order: Tensor | None  # [size]: which input column each column of codes belongs to; None: as they stand
-    table: Tensor | None = None  # [16] uint8: what stands for each code of 4 bits, where steps between weights differ
-    floats: bool = False  # the table is that of MXFP4: codes are floats of 4 bits, which kernels may compute without it
+    order: Tensor | None  # [size]: the input column of each column of codes; None: the original order
+    table: Tensor | None = None  # [16] uint8: the value of each 4-bit code, if values are not evenly spaced
+    floats: bool = False  # the table is that of MXFP4: codes are 4-bit floats, which kernels may compute without a table
 
     def __post_init__(self) -> None:
         assert self.words.is_contiguous() and self.scales.is_contiguous()
@@ -59,7 +59,7 @@ class DeviceCodes:
 
 
 def zero_codes(n: int, size: int, bits: int, group: int, device: torch.device | str) -> DeviceCodes:
-    """Returns a matrix of zeros, to try a kernel on, or (on the device `meta`) to apply a rule to."""
+    """Returns a matrix of zeros, to test a kernel on, or (on the device `meta`) to evaluate a rule for."""
     columns = -(-size // block_size(bits, group)) * block_size(bits, group)
     words = torch.zeros(n, columns * bits // WORD_BITS, dtype=torch.int16, device=device)
     scales = torch.zeros(n, -(-columns // group), dtype=torch.int32, device=device)

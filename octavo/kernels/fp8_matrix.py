@@ -1,9 +1,9 @@
-"""A matrix of 8-bit floats (e4m3) with scales, in the form that kernels of a GPU read.
+"""A matrix of 8-bit floats (e4m3) with scales, in the format of the GPU kernels.
 
-    one scale a row      span = columns    scale [n]                         w[row, column] = values[row, column] * scale[row]
+    one scale per row    span = columns    scale [n]                         w[row, column] = values[row, column] * scale[row]
     blocks of 128 x 128  span = 128        scale [n / 128, columns / 128]    ... * scale[row // 128, column // 128]
 
-Rows and columns of a matrix with blocks are whole blocks. A matrix with one scale has that scale in every row.
+A matrix with blocks consists of whole blocks in both dimensions. A matrix with a single scale has that scale in every row.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels.kernel_shapes import FP8_BLOCK
 
 FP8_LARGEST = 448.0  # of e4m3
-FP8_EXACT_ROWS = 8  # up to which x is multiplied as it is; rows of a larger x are rounded to 8 bits, too
+FP8_EXACT_ROWS = 8  # maximum number of rows of an x that is multiplied as it is; a larger x is rounded to 8 bits, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +45,12 @@ class Fp8Matrix:
 
 
 def zero_fp8(n: int, columns: int, span: int, device: torch.device | str) -> Fp8Matrix:
-    """Returns a matrix of zeros, to try a kernel on."""
+    """Returns a matrix of zeros, to test a kernel on."""
     values = torch.zeros(n, columns, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     shape = (n,) if span == columns else (n // FP8_BLOCK, columns // FP8_BLOCK)
     return Fp8Matrix(values, torch.zeros(shape, device=device), span)
 
 
 def rounds_x(rows: int, dtype: torch.dtype) -> bool:
-    """Whether a product rounds x to 8 bits. Few rows wait for the weights alone, and float32 is asked for when numbers count."""
+    """Whether a product rounds x to 8 bits. Small batches are limited by reading the weights, and float32 is used for accuracy."""
     return rows > FP8_EXACT_ROWS and dtype != torch.float32

@@ -1,8 +1,8 @@
-"""The gates of an MLP by name, for kernels and their twins. No torch and no Triton here.
+"""The gates of an MLP by name, for kernels and their references. Imports no torch and no Triton.
 
     swiglu    silu(gate) * up
-    geglu     gelu(gate) * up, gelu by its approximation with tanh
-    clamped   (up + 1) * g * sigmoid(ALPHA * g), where g is the gate up to CLAMP and up is cut to [-CLAMP, CLAMP] (gpt-oss)
+    geglu     gelu(gate) * up, with the tanh approximation
+    clamped   (up + 1) * g * sigmoid(ALPHA * g), where g is the gate limited to CLAMP and up is clamped to [-CLAMP, CLAMP] (gpt-oss)
 """
 
 from typing import Literal

@@ -1,15 +1,15 @@
-"""The shapes that decide which kernels of a GPU are compiled, as numbers. No torch and no Triton here, so any process can use them."""
+"""The shapes that determine which GPU kernels are compiled, as numbers. It imports no torch and no Triton, so any process can use it."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from octavo.kernels.gates import Gate
 
-FP8_BLOCK = 128  # rows and columns of 8-bit floats that share a scale, where blocks do
+FP8_BLOCK = 128  # rows and columns of 8-bit floats that share a scale, if scales are per block
 
 
 class PackedShape(NamedTuple):
-    """A matrix of a model that is kept as codes."""
+    """A quantised matrix of a model."""
 
     out_features: int
     in_features: int
@@ -17,12 +17,12 @@ class PackedShape(NamedTuple):
     group: int
     bias: bool = False
     gated: bool = False  # it is gate over up
-    table: bool = False  # of what stands for its codes
+    table: bool = False  # codes are looked up in a table
     floats: bool = False  # the table is that of MXFP4
 
 
 class Fp8Shape(NamedTuple):
-    """A matrix of a model that is kept as 8-bit floats."""
+    """A matrix of a model that is stored as 8-bit floats."""
 
     out_features: int
     in_features: int
@@ -31,10 +31,10 @@ class Fp8Shape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """What layers of one model may differ in."""
+    """The properties in which the layers of one model may differ."""
 
     window: int | None
-    rotated: int  # numbers of a head
+    rotated: int  # dimensions of a head that are rotated
     soft_cap: float | None = None
     sinks: bool = False
 
@@ -46,7 +46,7 @@ class ExpertShape:
     scores: str
     normed: bool
     bias: bool
-    bits: int = 0  # of codes; 0: floats
+    bits: int = 0  # of quantised weights; 0: floats
     group: int = 0
     table: bool = False
     floats: bool = False  # the table is that of MXFP4
@@ -54,7 +54,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelShapes:
-    """A model whose layers are attention over keys and values and a gated MLP, or several, with norms before or after them."""
+    """A model whose layers are attention over keys and values and a gated MLP or MoE, with norms before or after them."""
 
     vocab: int
     hidden: int
@@ -71,7 +71,7 @@ class KernelShapes:
     fp8: tuple[Fp8Shape, ...] = ()
     gate: Gate = "swiglu"
     norms: Literal["before", "after", "both"] = "before"
-    wide_norms: bool = False  # whose weights are float32
+    wide_norms: bool = False  # norm weights are float32
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None

@@ -1,11 +1,11 @@
-"""What a request asks to be done to its logits: allowed ids, bans, bias, penalties.
+"""The logit edits of a request: allowed ids, bans, bias, penalties.
 
-It is packed into one line of int32 when the request's row is written. Kernels of a GPU read the line; their torch twin reads
-`LogitEdits`, which is made of it once.
+They are packed into one int32 array when the request's row is written. GPU kernels read the array; their torch reference reads
+`LogitEdits`, which is unpacked from it once.
 
     head, HEAD words | allowed ids | bias ids | biases, as bits | end ids | starts of the words, one more than words | ids of the words
 
-Penalties lie in the head as bits of floats. What kernels and host agree on stands here.
+Penalties are in the head as the bits of floats. This module defines the layout for kernels and host.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def wanted(params: SamplingParams, bad_words: list[list[int]]) -> bool:
 
 
 def pack(params: SamplingParams, end_ids: tuple[int, ...], bad_words: list[list[int]]) -> NDArray[np.int32]:
-    """Returns the line of words for one request. `bad_words`: those of the parameters, as ids"""
+    """Returns the packed array of one request. `bad_words`: those of the parameters, as ids"""
     allowed, bias = params.allowed_token_ids or (), params.logit_bias or {}
     head = np.zeros(HEAD, np.int32)
     head[:REPETITION] = len(allowed), len(bias), len(end_ids), len(bad_words), max(map(len, bad_words), default=0), params.min_tokens
@@ -42,11 +42,11 @@ def pack(params: SamplingParams, end_ids: tuple[int, ...], bad_words: list[list[
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    allowed: frozenset[int]  # empty: every id is
+    allowed: frozenset[int]  # empty: every id is allowed
     allowed_ids: Tensor  # [allowed] int64
     bias_ids: Tensor  # [biases] int64
     biases: Tensor  # [biases] float32
-    end_ids: frozenset[int]  # not before min_tokens
+    end_ids: frozenset[int]  # banned before min_tokens
     single_words: frozenset[int]  # bad words of one id
     longer_words: dict[int, list[list[int]]]  # the others, by their last id but one
     longest_word: int

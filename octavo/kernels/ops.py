@@ -1,6 +1,6 @@
-"""Calls kernels by device: on a GPU the Triton kernel, elsewhere its torch twin of the same name and signature.
+"""Calls kernels by device: on a GPU the Triton kernel, elsewhere its torch reference with the same name and signature.
 
-The first kernel that runs on a GPU imports triton, so it need not be installed where there is none.
+Triton is imported when the first kernel runs on a GPU, so it is not needed on machines without one.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ from octavo.kernels.row_words import RowLayout
 from octavo.kernels.share_words import DecodeShares
 from octavo.kernels.step_tensors import StepTensors
 from octavo.kernels.team_words import Teams
-from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # rules alone: no triton there
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # only rules: this module does not import triton
 
 Edits = Tensor | LogitEdits
 
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-    """Returns the new residual stream: what a sub-layer gave is normed, scaled and added."""
+    """Returns the new residual stream: the output of a sub-layer is normed, scaled and added."""
     stream: Tensor = (_triton("step.norm") if x.is_cuda else reference_layer).norm_add(x, residual, after, eps, scale)
     return stream
 
@@ -68,7 +68,7 @@ def norm_add_norm(
 
 
 def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Scales logits in place, and then makes them cap * tanh(logits / cap)."""
+    """Scales logits in place, and then caps them: cap * tanh(logits / cap)."""
     scaled: Tensor = (_triton("step.logits") if logits.is_cuda else reference_layer).scale_logits(logits, scale, cap)
     return scaled
 
@@ -80,13 +80,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """Returns gelu(gate) * up [T, size], with the GELU that is made of a tanh. x: [T, 2 * size], gate then up"""
+    """Returns gelu(gate) * up [T, size], with the tanh approximation of GELU. x: [T, 2 * size], gate then up"""
     gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).gelu_and_mul(x)
     return gated
 
 
 def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
-    """Returns the gated numbers [T, size] of an MLP (`kernels/gates.py`). x: [T, 2 * size], gate then up"""
+    """Returns the gated values [T, size] of an MLP (`kernels/gates.py`). x: [T, 2 * size], gate then up"""
     gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).gate_and_mul(x, gate)
     return gated
 
@@ -94,7 +94,7 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, of qkv's dtype or float32; eps
-    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
+    cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
@@ -116,13 +116,13 @@ def paged_attention(
     context_len: Tensor,  # [R]
     scale: float,
     out: Tensor,  # [T, heads, head_dim]
-    max_query: int,  # a bound the host knows
+    max_query: int,  # an upper bound that the host knows
     shares: DecodeShares | None,  # of the same rows and window
     window: int | None = None,
     paged: bool = True,
-    fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
+    fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: equal to those in the cache
     soft_cap: float | None = None,
-    sinks: Tensor | None = None,  # [heads]: of each head a score that takes part in the softmax and has no value
+    sinks: Tensor | None = None,  # [heads]: a score per head that takes part in the softmax but has no value
 ) -> Tensor:
     """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
@@ -138,21 +138,21 @@ def paged_attention(
 
 def partial_attention(
     q: Tensor,  # [T, heads, head_dim]
-    k_cache: Tensor,  # of this rank
+    k_cache: Tensor,  # on this rank
     v_cache: Tensor,
     tables: Tensor,  # [R, B]: of blocks that cover `ranks` times as many tokens
     query_start: Tensor,  # [R+1]
-    context_len: Tensor,  # [R]: tokens, on whatever rank
+    context_len: Tensor,  # [R]: tokens, on all ranks
     scale: float,
     rank: int,
     ranks: int,
     window: int | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,  # on a CPU: of k and v, where these are codes
+    scales: tuple[Tensor, Tensor] | None = None,  # on a CPU: of k and v, if these are quantised
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention over the keys that this rank keeps [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
+    """Returns attention over the keys stored on this rank [T, heads, head_dim], and the log-sum-exp [T, heads]; both float32.
 
-    A query that sees none of them has zeros, and -inf.
+    For a query that sees none of them, these are zeros and -inf.
     """
     rows = tables, query_start, context_len
     if not q.is_cuda:
@@ -165,7 +165,7 @@ def partial_attention(
 def decode_shares(
     query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, teams: Teams | None
 ) -> DecodeShares | None:
-    """Returns how decode attention is divided among programs in this step (`kernels/share_words.py`), or None for the torch twin."""
+    """Returns the split-KV work items of this step's decode attention (`kernels/share_words.py`), or None for the torch reference."""
     if not k_cache.is_cuda:
         return None
     shares: DecodeShares = _triton("attention.paged_attention").shares_of(query_start, context_len, k_cache, window, teams=teams)
@@ -173,25 +173,25 @@ def decode_shares(
 
 
 def team_sizes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """Returns how many rows a team may have on a device, and how many teams fill it."""
+    """Returns how many rows a shared-prefix group may have on a device, and how many groups fill it."""
     rows, wanted = _triton("attention.paged_attention").team_sizes(heads, kv_heads, head_dim, dtype, device)
     return rows, wanted
 
 
 def few_rows(head_dim: int) -> int:
-    """Returns the most rows of a decode step that the kernels below can take."""
+    """Returns the maximum number of rows in a decode step for the small-batch kernels below."""
     return GEMV_ROWS if head_dim % 16 == 0 and head_dim <= 256 else 0
 
 
 def norm_linear(
     x: Tensor,
     residual: Tensor,
-    norm_weight: Tensor | None,  # None: the product is that of the sum itself
+    norm_weight: Tensor | None,  # None: the sum itself is multiplied
     eps: float,
     weight: Tensor | Fp8Matrix,
     bias: Tensor | None,
-    after: Tensor | None = None,  # norms x before it is added
-    scale: float = 1.0,  # of what is added
+    after: Tensor | None = None,  # norm of x before it is added
+    scale: float = 1.0,  # factor on x when it is added
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(x + residual) W^T, the new residual)."""
     kernels = _triton("gemv.products") if x.is_cuda else reference_layer
@@ -209,7 +209,7 @@ def norm_router(
     after: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (logits of all experts, the normed rows they were made of, the new residual); as `norm_linear` has them."""
+    """Returns (logits of all experts, the normed rows they are computed from, the new residual), like `norm_linear`."""
     kernels = _triton("gemv.products") if x.is_cuda else reference_layer
     logits, normed, stream = kernels.norm_router(x, residual, norm_weight, eps, weight, bias, after, scale)
     return logits, normed, stream
@@ -225,7 +225,7 @@ def gate_up(
     scale: float = 1.0,
     gate: Gate = "swiglu",
 ) -> tuple[Tensor, Tensor]:
-    """Returns (the gated numbers of rms_norm(x + residual), the new residual); as `norm_linear` has them."""
+    """Returns (the gated values of rms_norm(x + residual), the new residual), like `norm_linear`."""
     kernels = _triton("gemv.products") if x.is_cuda else reference_layer
     gated, stream = kernels.gate_up(x, residual, norm_weight, eps, weight, after, scale, gate)
     return gated, stream
@@ -252,12 +252,12 @@ def few_linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None) -> Te
 def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], of qkv's dtype or float32; eps
-    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
+    cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
-    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
+    context_len: Tensor,  # tokens, including the new one; 0 is padding, which writes nothing
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
     scale: float,
@@ -265,7 +265,7 @@ def decode_attention_parts(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
 ) -> tuple[Tensor, Tensor]:
-    """Writes the cache and attends, in splits of the context. The first split has the sinks in its log-sum-exp.
+    """Writes the cache and attends, in splits of the context. The log-sum-exp of the first split includes the sinks.
 
     Returns (parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32.
     """
@@ -282,79 +282,79 @@ def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-    """Returns one id a row, [S] int64, without a filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
+    """Returns one id per row, [S] int64, without filters: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
     ids: Tensor = (_triton("sampling.sample") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
     return ids
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Returns one id a row, [S] int64, of those that the filters leave. logits: [S, V]"""
+    """Returns one id per row, [S] int64, among those that pass the filters. logits: [S, V]"""
     ids: Tensor = (_triton("sampling.draw") if logits.is_cuda else reference_sampling).draw(logits, draws)
     return ids
 
 
 def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
-    """Returns where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    """Returns the rank of each row's id, and the row's `count` best. logits: [S, V]; ids: [S]"""
     found: Ranking = (_triton("sampling.rank") if logits.is_cuda else reference_sampling).rank(logits, ids, count)
     return found
 
 
 def edit_logits(
     logits: Tensor,  # [P, V]
-    entries: list[int],  # which of these
-    rows: list[int],  # the row of each
-    edits: list[Edits],  # what each asks for: packed, on the GPU; else unpacked (`kernels/logit_edits.py`)
+    entries: list[int],  # which rows of logits
+    rows: list[int],  # the table row of each
+    edits: list[Edits],  # the edits of each: packed, on the GPU; else unpacked (`kernels/logit_edits.py`)
     token_ids: Tensor,  # [rows, positions]
-    num_tokens: Tensor,  # [rows], the provisional one among them
+    num_tokens: Tensor,  # [rows], including the provisional one
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """Returns the entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
+    """Returns the logits of these scheduled rows after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
     kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_sampling
     scores: Tensor = kernels.edit_logits(logits, entries, rows, edits, token_ids, num_tokens, num_prompt)
     return scores
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Copies runs of words from one flat tensor to another. No run has more than `longest`.
+    """Copies runs of int32 values from one flat tensor to another. No run has more than `longest`.
 
-    runs: place in source, place in target, count, [N, 3] int64
+    runs: index in source, index in target, count, [N, 3] int64
     """
     (_triton("step.rows") if source.is_cuda else reference_rows).copy_words(source, target, runs, longest)
 
 
 def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
-    """Fills the tensors of a step out of the rows. words: [rows, width] int32"""
+    """Fills the tensors of a step from the rows. words: [rows, width] int32"""
     (_triton("step.rows") if words.is_cuda else reference_rows).prepare(words, layout, block_size, step)
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
     """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
 
-    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    states: of all tokens [T, any size]; hidden: of the last token of each scheduled row [entries, size], which may be the same tensor
     """
     (_triton("step.rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, states, hidden, result)
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]"""
+    """Returns x W^T [rows, out], in `out` if given. x: [rows, in]"""
     product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_linear(x, weight, bias, out)
     return product
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
-    """Returns the gated numbers. The weight has the rows of gate, then those of up."""
+    """Returns the gated values. The weight has the rows of gate, then those of up."""
     product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_gate_up(x, weight, gate)
     return product
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
+    """Returns all rows, or those of an index [count], dequantised [count, in], with columns in their original order."""
     weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_layer).unpack(weight, dtype, rows)
     return weights
 
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]; more than a few rows of it are rounded to 8 bits, too."""
+    """Returns x W^T [rows, out], in `out` if given. x: [rows, in]; if it is not a small batch, it is rounded to 8 bits, too."""
     product: Tensor = (_triton("fp8.products") if x.is_cuda else reference_fp8).fp8_linear(x, weight, bias, out)
     return product
 
@@ -362,7 +362,7 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Te
 def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token [T, chosen] int64, the best first, and their weights [T, chosen] float32.
 
-    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum up to 1
+    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum to 1
     """
     ids, weights = (_triton("moe.route") if logits.is_cuda else reference_mixture).choose_experts(logits, chosen, scores, normed)
     return ids, weights
@@ -372,13 +372,13 @@ def mixture(
     x: Tensor,  # [T, hidden]
     ids: Tensor,  # [T, chosen]
     weights: Tensor,  # [T, chosen] float32
-    gate_up: Tensor | DeviceCodes,  # [count * 2 * inner, hidden]: of each expert the rows of the gate, then those of up
+    gate_up: Tensor | DeviceCodes,  # [count * 2 * inner, hidden]: for each expert the rows of the gate, then those of up
     down: Tensor | DeviceCodes,  # [count * hidden, inner]
     biases: tuple[Tensor, Tensor] | None,  # [count * 2 * inner] and [count * hidden]
     activation: str,
-    first: int = 0,  # the number of the first expert of the stacks; those that they do not have add nothing
+    first: int = 0,  # the number of the first expert in the stacks; experts that they do not contain add nothing
 ) -> Tensor:
-    """Returns the weighted sum of what the chosen experts give each token [T, hidden]."""
+    """Returns the weighted sum of the outputs of each token's experts [T, hidden]."""
     kernels = _triton("moe.products") if x.is_cuda else reference_mixture
     mixed: Tensor = kernels.mixture(x, ids, weights, gate_up, down, biases, activation, first)
     return mixed

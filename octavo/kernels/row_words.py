@@ -1,11 +1,11 @@
-"""The words of a request's row: everything a step has to know of a sequence is one line of int32.
+"""The packed int32 fields of a request's row: all data that a step needs of a sequence.
 
     | 8 words: lengths, temperature, noise key | block tables, max_blocks words for each cache group | token ids, max_len words |
 
-A line is copied, written and read as words; floats lie in it as their bits. What kernels and host agree on stands here.
+A row is copied, written and read as int32; floats are stored as their bits. This module defines the layout for kernels and host.
 
-Lengths, ids and blocks are below 2^31: a line has no more than MOST_WORDS words, and settings, vocabulary and pool are checked where they
-are read. The words of noise have no sign, and use all 32 bits. Where a line lies among all lines may be beyond 2^31, and is an int64.
+Lengths, ids and blocks are below 2^31: a row has at most MOST_WORDS fields, and settings, vocabulary and pool are checked when they
+are read. The noise words are unsigned, and use all 32 bits. The offset of a row in the table may exceed 2^31, and is an int64.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from octavo.errors import ConfigError
 
 NUM_TOKENS, NUM_PROMPT, TEMPERATURE, NOISE = range(4)
 NOISE_WORDS = 4  # key, key, stream, high
-HEAD = 8  # where the first block table begins
-MOST_WORDS = 65_535 * 1024  # of a line: a run of words is copied by programs that stand in the second dimension of a grid
+HEAD = 8  # start of the first block table
+MOST_WORDS = 65_535 * 1024  # of a row: a run is copied by programs in the second dimension of a grid, which is limited
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     max_blocks: int  # of one table
     max_len: int
-    links: tuple[int, ...] = (1,)  # of each cache group: a block of its table has this many times `block_size` tokens
+    links: tuple[int, ...] = (1,)  # per cache group: a block of its table has this many times `block_size` tokens
 
     def __post_init__(self) -> None:
         if self.width > MOST_WORDS:
@@ -36,12 +36,12 @@ class RowLayout:
         return len(self.links)
 
     def table(self, group: int) -> int:
-        """Where the block table of a group begins."""
+        """Returns the start of the block table of a group."""
         return HEAD + group * self.max_blocks
 
     @property
     def tokens(self) -> int:
-        """Where the token ids begin."""
+        """The start of the token ids."""
         return self.table(self.groups)
 
     @property

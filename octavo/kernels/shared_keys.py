@@ -1,15 +1,15 @@
-"""Which rows of a step read which keys together: rows whose block tables begin alike have the same keys there.
+"""Finds shared prefixes among the rows of a step: rows whose block tables have a common prefix have the same keys there.
 
     row 0   [ 7 2 | 5 9 | 4 ]         nodes    rows 0 2 3 1    keys of blocks 0 and 1
     row 1   [ 7 2 | 6 1 ]                      rows 0 2        keys of blocks 2 and 3
     row 2   [ 7 2 | 5 9 | 3 ]
-    row 3   [ 7 2 | 8 ]               the rest of its keys each row reads for itself
+    row 3   [ 7 2 | 8 ]               each row reads the rest of its keys alone
 
-The nodes of a row follow one another without a gap, from its first key on. Attention over the keys of a node is computed for all its rows
-at once, and what a row made of its nodes and of its own keys is merged by log-sum-exp.
+The nodes of a row are contiguous, starting at its first key. Attention over the keys of a node is computed for all its rows
+at once, and the results for a row's nodes and for its own keys are merged by log-sum-exp.
 
-`RowOrder` has the rows in an order in which those that share most are neighbours. It is kept from step to step: a row is looked up
-when its table is new, and a step whose rows are those of the step before compares no blocks.
+`RowOrder` sorts the rows so that those with the longest common prefix are adjacent. It persists between steps: a row is inserted
+when its table is new, and a step with the same rows as the previous one compares no blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,31 +22,31 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.int32]
 
-FIRST, COUNT, BEGIN, END = range(4)  # words of a node: its place in `rows` and how many these are; its keys
-NULL_BLOCK = 0  # stands where a window gave blocks back
-FORGET = 8  # steps without a row, after which its place is given up: the stages of a pipeline have several batches on their way
+FIRST, COUNT, BEGIN, END = range(4)  # fields of a node: its index in `rows` and their number; its keys
+NULL_BLOCK = 0  # replaces blocks freed behind a window
+FORGET = 8  # steps after which an absent row is removed: the stages of a pipeline have several batches in flight
 
 
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
-    """The nodes of one cache group, each behind the node whose keys come before its own."""
+    """The nodes of one cache group. A node comes after the node with the keys before its own."""
 
     nodes: Words  # [N, 4]
-    rows: Words  # of all nodes, one after the other
+    rows: Words  # of all nodes, concatenated
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """What reading together costs, counted in keys that one row reads."""
+    """The cost of shared reading, in units of keys that one row reads."""
 
-    node: int  # for each node
-    row: int  # for each row of it: one more part to merge
+    node: int  # per node
+    row: int  # per row of a node: one more part to merge
 
 
 FREE = ReadCost(node=0, row=0)
 # Fitted with the layers of the default model by `bench/shared_keys.py`, on two cores of a Neoverse-N1: native kernels in float16, torch in
-# float32. Other machines have the rule that was chosen on x86-64, where rows gain from 64 keys on. GPU_COST is that of an H200, with the
-# heads of Qwen3-0.6B in bfloat16.
+# float32. Other machines use the values that were chosen on x86-64, where sharing pays off from 64 keys on. GPU_COST is for an H200, with
+# the heads of Qwen3-0.6B in bfloat16.
 NATIVE_COST = ReadCost(node=740, row=310) if machine() == "aarch64" else ReadCost(node=48, row=8)
 TORCH_COST = ReadCost(node=4500, row=40)
 GPU_COST = ReadCost(node=17000, row=40)
@@ -56,7 +56,7 @@ NOTHING = SharedKeys(np.zeros((0, 4), np.int32), np.zeros(0, np.int32))
 
 @dataclass(frozen=True)
 class AllShared:
-    """The nodes of all cache groups, as the native library reads them."""
+    """The nodes of all cache groups, in the layout of the native library."""
 
     start: Words  # [groups + 1]: the first node of each
     nodes: Words  # [N, 4]
@@ -73,34 +73,34 @@ class AllShared:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
-        """Where the arrays begin. Whoever passes them on keeps this object."""
+        """The addresses of the arrays. The caller must keep this object alive."""
         return self.start.ctypes.data, self.nodes.ctypes.data, self.rows.ctypes.data
 
 
 class RowOrder:
-    """Rows in an order in which those whose tables begin alike are neighbours: a walk through the tree of their beginnings."""
+    """Rows sorted so that tables with a common prefix are adjacent: a traversal of the tree of prefixes."""
 
     def __init__(self, tables: Words) -> None:
-        """`tables`: [rows, blocks], of all rows there are. It is read whenever a row gets its place."""
+        """`tables`: [rows, blocks], of all rows. They are read whenever a row is inserted."""
         self._tables = tables
         self.rows = np.zeros(0, np.int64)
-        self.alike = np.zeros(0, np.int64)  # of each in `rows`, blocks at the beginning that are those of the row before it
-        self.full = np.zeros(len(tables), np.int64)  # of each row, blocks that it will not write to again
+        self.alike = np.zeros(0, np.int64)  # for each of `rows`, the length in blocks of the prefix shared with the row before it
+        self.full = np.zeros(len(tables), np.int64)  # for each row, blocks that it will not write to again
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
-        """Lets all other rows go. kept: of each in `rows`"""
+        """Removes all other rows. kept: a flag for each of `rows`"""
         self.rows, self.alike = self.rows[kept], self.among(kept)
 
     def among(self, some: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Returns `alike` of some rows among themselves. some: of each in `rows`"""
+        """Returns `alike` for a subset of the rows. some: a flag for each of `rows`"""
         places = np.flatnonzero(some)
-        alike = np.minimum.reduceat(np.append(self.alike, 0), np.append(0, places + 1))[: len(places)]  # also with rows between them
+        alike = np.minimum.reduceat(np.append(self.alike, 0), np.append(0, places + 1))[: len(places)]  # also across omitted rows
         alike[:1] = 0
         return alike
 
     def add(self, row: int) -> None:
-        """Finds the place of a row: among those that have its first block, among these those that go on like it, and so on."""
-        low, high, depth = 0, len(self.rows), 0  # the rows of [low, high) have `depth` blocks in common with it
+        """Inserts a row: among the rows with the same first block, among these those with the same second block, and so on."""
+        low, high, depth = 0, len(self.rows), 0  # the rows of [low, high) share `depth` blocks with it
         while depth < self.full[row] and self._tables[row, depth] != NULL_BLOCK:
             others = self.rows[low:high]
             (same,) = ((self._tables[others, depth] == self._tables[row, depth]) & (self.full[others] > depth)).nonzero()
@@ -114,7 +114,7 @@ class RowOrder:
         self.alike = np.insert(self.alike, high, depth)
 
     def _common(self, row: int, other: int, first: int, last: int) -> int:
-        """Returns how many blocks two rows have in common, at most `last`; the first of them are known to be the same."""
+        """Returns the number of blocks that two rows have in common, at most `last`; the first ones are known to be equal."""
         last = min(last, int(self.full[row]), int(self.full[other]))
         one = self._tables[row, first:last]
         (different,) = ((one != self._tables[other, first:last]) | (one == NULL_BLOCK)).nonzero()
@@ -129,15 +129,15 @@ class SharedReads:
         self._order = RowOrder(tables)
         self._span, self.cost = span, cost
         self._step = 0
-        self._seen = np.zeros(len(tables), np.int64)  # the last step of each row; 0: it has no place
-        self._version = np.full(len(tables), -1, np.int64)  # of each row's table, when it got its place
+        self._seen = np.zeros(len(tables), np.int64)  # the last step of each row; 0: it is not in the order
+        self._version = np.full(len(tables), -1, np.int64)  # of each row's table, when the row was inserted
         self._last: tuple[Words, SharedKeys] | None = None  # rows, and their nodes
 
     def nodes(self, rows: Words, context: Words, versions: NDArray[np.int64]) -> SharedKeys:
-        """Returns the nodes of rows that have one query each. Nodes name rows by their place in `rows`.
+        """Returns the nodes of rows that have one query each. Nodes refer to rows by their index in `rows`.
 
-        `context`: keys of each, the last of which is written in this step. `versions`: of all tables there are; that of a row counts the
-        changes of its table other than at its end
+        `context`: keys of each, the last of which is written in this step. `versions`: of all tables; the version of a table is
+        incremented by each change except appends
         """
         self._step += 1
         if self._last is None or (self._version[rows] != versions[rows]).any() or not np.array_equal(self._last[0], rows):
@@ -148,7 +148,7 @@ class SharedReads:
         return self._last[1]
 
     def _place(self, rows: Words, versions: NDArray[np.int64]) -> None:
-        """Gives every row its place. A row whose table was changed loses it at once: what the order says of it is no longer true."""
+        """Inserts new rows. A row whose table was changed is removed first, since its position may be wrong."""
         gone = (self._seen > 0) & ((self._version != versions) | (self._seen < self._step - FORGET))
         self._seen[gone] = 0
         if gone.any():
@@ -168,19 +168,19 @@ class SharedReads:
 
 @dataclass(slots=True)
 class _Beginning:
-    """Rows [low, high) of an order that have `depth` keys in common."""
+    """Rows [low, high) of an order that share their first `depth` keys."""
 
     depth: int
     low: int
     high: int = 0
-    readers: int = 0  # that read the last of these keys, if they are not read together: rows, or nodes behind this one
+    readers: int = 0  # how often the last of these keys is read if it is not shared: by rows, or by nodes after this one
 
 
 def choose_nodes(rows: NDArray[np.int64], alike: NDArray[np.int64], cost: ReadCost) -> SharedKeys:
-    """Returns the nodes worth it, of rows in the order of their beginnings. `alike`: keys in common with the row before; 0 of the first
+    """Returns the nodes that pay off, for rows in their order. `alike`: keys shared with the row before; 0 for the first
 
-    A beginning is worth it if the keys that need not be read again outweigh what a node costs. Whether those inside of it are is decided
-    before, by what they add to it; then from the outside in, a beginning also gets the keys of those around it that were not worth it.
+    A prefix pays off if the saved key reads outweigh the cost of a node. The prefixes inside it are decided
+    first, by the keys they add to it; then, from the outside in, a prefix also gets the keys of enclosing ones that did not pay off.
     """
     nodes: list[tuple[int, int, int, int]] = []
     found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
@@ -203,7 +203,7 @@ def _worth(beginning: _Beginning, begin: int, cost: ReadCost) -> bool:
 
 
 def _beginnings(alike: NDArray[np.int64], cost: ReadCost) -> Iterable[_Beginning]:
-    """Yields every beginning that some rows have in common, those inside another before it."""
+    """Yields every prefix that some rows have in common, inner ones before the enclosing one."""
     depths = np.append(alike[1:], 0)  # between each row and the next
     firsts = np.flatnonzero(np.append(True, depths[1:] != depths[:-1]))  # of runs of rows with the same depth
     counts = np.append(firsts[1:], len(depths)) - firsts

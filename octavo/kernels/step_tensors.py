@@ -1,10 +1,10 @@
-"""The tensors of a step, at fixed addresses, so that a captured graph finds them again.
+"""The tensors of a step, at fixed addresses, so that a captured graph can be replayed.
 
-    entries   what the host sends: query_start [P+1] | row [P] | start [P] | samples [P], one line of words
-    the rest  what `prepare` reads out of the rows for them
+    entries   sent by the host: query_start [P+1] | row [P] | start [P] | samples [P], one int32 array
+    the rest  read by `prepare` from the rows
 
-An entry with row -1 is padding: it computes at most one token of no sequence, which goes to the null block. Every part begins at a
-multiple of 16 bytes, whatever P is: a kernel is compiled for pointers that do, and must not be compiled again for some that do not.
+A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which goes to the null block. Every part
+starts at a multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 """
 
 from dataclasses import dataclass, field, fields
@@ -20,7 +20,7 @@ ALIGNED = 4  # words
 
 
 def part_words(entries: int) -> int:
-    """Where each of the four parts begins, in multiples of this."""
+    """Returns the size of each of the four parts."""
     return -(-(entries + 1) // ALIGNED) * ALIGNED
 
 
@@ -33,14 +33,14 @@ class StepTensors:
     samples: Tensor  # [P]: 1 where an id is sampled after the last one
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [groups, T] int64: where each token goes in the cache of a group
+    slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group
     context_len: Tensor  # [P] int32
-    tables: Tensor  # [groups, P, max_blocks] int32, garbage past a row's last block; the null block behind a window
-    sample_index: Tensor  # [P] int64: the last token of each entry
+    tables: Tensor  # [groups, P, max_blocks] int32, undefined after a row's last block; the null block behind a window
+    sample_index: Tensor  # [P] int64: the last token of each scheduled row
     temperature: Tensor  # [P] float32
     noise: Tensor  # [P, 4] int32
-    draw_positions: Tensor  # [P] int32: the place a sampled id will take
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # the same as numpy sees them, on a CPU; made when first asked for
+    draw_positions: Tensor  # [P] int32: the position of the sampled id
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # numpy views of the same memory, on a CPU; created on first use
 
     def on_host(self) -> dict[str, NDArray[Any]]:
         if not self.arrays:
@@ -67,7 +67,7 @@ class StepMemory:
         self._last: StepTensors | None = None
 
     def step(self, entries: int, tokens: int) -> StepTensors:
-        """Returns views of the memory. They are kept, for most steps have the size of the one before."""
+        """Returns views of the memory. They are reused, because most steps have the same size as the previous one."""
         if self._last is None or (len(self._last.row), len(self._last.token_ids)) != (entries, tokens):
             self._last = self._views(entries, tokens)
         return self._last

@@ -1,16 +1,16 @@
-"""Teams: which rows of a step read keys together on a GPU, as words of int32 (`kernels/shared_keys.py` has the tree of what rows share).
+"""Cascade (shared-prefix) groups of a step on a GPU, as int32 arrays (`kernels/shared_keys.py` has the tree of shared prefixes).
 
-    nodes   rows 0 2 3 1, keys 0 to 32          teams of 2   keys 0 to 32: rows 0 2     level 0
+    nodes   rows 0 2 3 1, keys 0 to 32          groups of 2  keys 0 to 32: rows 0 2     level 0
             rows 0 2, keys 32 to 64                          keys 0 to 32: rows 3 1     level 0
                                                              keys 32 to 64: rows 0 2    level 1
 
-A team has as many rows of a node as a program has queries for, and all keys of the node, or a piece of them where there would be too few
-programs. What a row gets of each of its teams is a level. Keys from OWN on it reads alone.
+A group ("team") has as many rows of a node as a program has queries, and all keys of the node, or a piece of them if there would be
+too few programs. The result of a row in each of its groups is a level. The row alone reads its keys from OWN on.
 
-    entries   OWN, LEVELS of each entry of the step
-    lines     | header: how many teams there are | a line for each: BEGIN, END, LEVEL, COUNT, then the entries of its rows |
+    entries   OWN, LEVELS of each scheduled row
+    lines     | header: the number of groups | one line each: BEGIN, END, LEVEL, COUNT, then its rows |
 
-A step has room for so many teams and levels. What does not fit is read by each row alone.
+The number of groups and levels in a step is limited. Keys that do not fit are read by each row alone.
 """
 
 from typing import NamedTuple
@@ -20,31 +20,31 @@ from torch import Tensor
 
 from octavo.kernels.shared_keys import SharedKeys, Words
 
-OWN, LEVELS = range(2)  # of an entry
+OWN, LEVELS = range(2)  # fields of a scheduled row
 ENTRY = 2  # words
-BEGIN, END, LEVEL, COUNT, ROWS = range(5)  # of a team; the entries of its rows begin at ROWS
+BEGIN, END, LEVEL, COUNT, ROWS = range(5)  # fields of a group; its rows start at ROWS
 LINE = 128  # words
-MOST_ROWS = 64  # of a team
+MOST_ROWS = 64  # in a group
 MOST_LEVELS = 8
 LEAST_PIECE = 256  # keys
 
 
 class Teams(NamedTuple):
-    """The teams of a step on a device, at fixed addresses."""
+    """The shared-prefix groups of a step on a device, at fixed addresses."""
 
     entries: Tensor  # [R, ENTRY] int32
     lines: Tensor  # [1 + teams, LINE] int32
 
 
 def most_teams(entries: int) -> int:
-    """Returns how many teams a step has room for."""
+    """Returns the maximum number of groups in a step."""
     return max(entries, 16)
 
 
 def team_words(keys: SharedKeys, entries: int, rows: int, wanted: int = 1) -> tuple[Words, Words]:
-    """Returns the words of the entries, and the lines of the teams.
+    """Returns the fields of the scheduled rows, and the lines of the groups.
 
-    `rows`: of a team, at most. `wanted`: teams that fill a GPU, so that nodes are cut into pieces if there are fewer
+    `rows`: the most in a group. `wanted`: groups that fill a GPU; nodes are split into pieces if there are fewer
     """
     of_entries, lines = np.zeros((entries, ENTRY), np.int32), np.zeros((1 + most_teams(entries), LINE), np.int32)
     most_pieces = _most_pieces(keys, rows, wanted)
@@ -55,7 +55,7 @@ def team_words(keys: SharedKeys, entries: int, rows: int, wanted: int = 1) -> tu
         pieces = max(min(most_pieces, (end - begin) // LEAST_PIECE), 1)
         teams = -(-size // rows) * pieces
         if alone != begin or level + pieces > MOST_LEVELS or count + teams > most_teams(entries):
-            continue  # its rows read these keys alone, and then all that follow
+            continue  # its rows read these keys alone, and all that follow
         of_entries[places] = end, level + pieces
         cuts = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
         for piece in range(pieces):
@@ -69,7 +69,7 @@ def team_words(keys: SharedKeys, entries: int, rows: int, wanted: int = 1) -> tu
 
 
 def _most_pieces(keys: SharedKeys, rows: int, wanted: int) -> int:
-    """Returns into how many pieces a node may be cut: as many as make `wanted` teams, if the levels of the row in most nodes suffice."""
+    """Returns how many pieces a node may be split into: enough for `wanted` groups, limited by the levels of the row in most nodes."""
     if not len(keys.nodes):
         return 1
     teams: int = sum(-(-size // rows) for _, size, _, _ in keys.nodes.tolist())

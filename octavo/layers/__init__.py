@@ -1,1 +1,1 @@
-"""The layers that models are built from. Each takes the batch as an argument."""
+"""The layers that models are built from. Each receives the batch as an argument."""

@@ -1,7 +1,7 @@
 """Self-attention over keys and values: the mixer of every shipped model, with its projections around a backend.
 
-The backend owns rotation, cache and softmax. A mixer is called as `mixer(x, cache, batch)`: `cache` has the buffers of its
-layer, whose names only the mixer and its kernels know. `build_rope` makes the tables that the backend rotates with.
+The backend implements rotation, cache and softmax. A mixer is called as `mixer(x, cache, batch)`: `cache` has the buffers of its
+layer, whose names only the mixer and its kernels use. `build_rope` creates the tables for the backend's rotation.
 """
 
 import math
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         comm: Comm,
         norm_dtype: torch.dtype | None = None,
     ) -> None:
-        """`bias`: whether q, k and v have one, and whether the output has one. `norm_eps`: of the norms on heads, if there are any.
+        """`bias`: whether q, k and v have one, and whether the output has one. `norm_eps`: of the norms on heads, if any.
 
         `norm_dtype`: of their weights, if it is not `dtype`
         """
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.backend = backend(spec)
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
-        """Returns what each token makes of the values it sees [T, heads * head_dim]. The caller applies `output`."""
+        """Returns the attention of each token [T, heads * head_dim]. The caller applies `output`."""
         q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
         mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format), self.sinks)
         return mixed.flatten(1)
@@ -58,19 +58,19 @@ class Attention(nn.Module):
 
 # -- rotation tables: the angle of dimension pair i at position p is p * frequency[i]
 #
-#     default   frequency[i] = theta ^ (-2i / dim): high for small i, low for large i. `dim`: how many dimensions of a head are rotated
-#     linear    all frequencies are divided by `factor`, which squeezes positions into the trained range
-#     llama3    low frequencies are divided and high ones kept, with a ramp between, by wavelengths that fit the original context
-#     yarn      the same with the ramp over dimensions, by turns made within the original context; tables are also scaled,
+#     default   frequency[i] = theta ^ (-2i / dim): high for small i, low for large i. `dim`: the number of rotated dimensions of a head
+#     linear    all frequencies are divided by `factor`, which maps positions into the trained range
+#     llama3    low frequencies are divided and high ones are not, with a ramp between, by wavelengths relative to the original context
+#     yarn      the same with the ramp over dimensions, by rotations within the original context; tables are also scaled,
 #               which scales q and k, because a longer context flattens the softmax
-#     longrope  each frequency is divided by a factor of its own, and tables are scaled. There are two lists of factors: one of them is
-#               taken for all positions, by the longest sequence that there may be, so that what is cached stays right
+#     longrope  each frequency is divided by its own factor, and tables are scaled. There are two lists of factors: one is selected
+#               for all positions by the maximum sequence length, so that cached keys stay valid
 
-TABLE_DEVICE = torch.device("cpu")  # they are made there: the same for every device, and for a model without memory
+TABLE_DEVICE = torch.device("cpu")  # tables are computed there: equal on every device, and also for a model on the meta device
 
 
 def build_rope(config: RopeConfig | None, dim: int, max_len: int) -> Rope:
-    """`dim`: how many dimensions of a head are rotated; without a config, none are."""
+    """`dim`: the number of rotated dimensions of a head; without a config, none are."""
     position = torch.arange(max_len, dtype=torch.float32, device=TABLE_DEVICE)
     frequency = torch.empty(0, device=TABLE_DEVICE) if config is None else frequencies(config, dim, max_len)
     angle = torch.outer(position, frequency)  # [max_len, dim / 2]
@@ -81,7 +81,7 @@ def build_rope(config: RopeConfig | None, dim: int, max_len: int) -> Rope:
 
 
 def frequencies(config: RopeConfig, dim: int, max_len: int) -> Tensor:
-    """Returns radians per position, [dim / 2] float32. `max_len`: of the longest sequence"""
+    """Returns radians per position, [dim / 2] float32. `max_len`: the maximum sequence length"""
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=TABLE_DEVICE) / dim
     base = 1.0 / config.theta**exponent
     if config.kind == "longrope":
@@ -113,18 +113,18 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _blend(base: Tensor, factor: float, kept: Tensor) -> Tensor:
-    """Returns the frequencies [dim / 2]: `kept` 1 keeps one, 0 divides it by the factor, and values between blend."""
+    """Returns the frequencies [dim / 2]: where `kept` is 1 they are unchanged, where it is 0 divided by the factor, otherwise blended."""
     return base / factor * (1 - kept) + base * kept
 
 
 def _llama3_kept(config: RopeConfig, base: Tensor) -> Tensor:
-    turns = config.original_max_position * base / (2 * math.pi)  # within the original context
+    turns = config.original_max_position * base / (2 * math.pi)  # rotations within the original context
     return ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
 
 
 def _yarn_kept(config: RopeConfig, dim: int) -> Tensor:
     def dimension(turns: float) -> float:
-        """Returns the place between dimension pairs at which a frequency makes this many turns within the original context."""
+        """Returns the dimension pair (a fraction) whose frequency makes this many rotations within the original context."""
         return dim * math.log(config.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)

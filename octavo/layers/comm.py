@@ -3,7 +3,7 @@
     Comm       all ranks that share the matrices of a layer
     Channel    one rank and its neighbour in the next stage of a pipeline
 
-A layer is given its `Comm` when it is built, and calls it even if there is only one rank.
+A layer receives its `Comm` when it is built, and calls it even if there is only one rank.
 """
 
 from typing import Protocol
@@ -19,10 +19,10 @@ class Comm(Protocol):
         """Returns the sum of x over all ranks."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Returns x of all ranks, joined along the last dimension in rank order."""
+        """Returns x of all ranks, concatenated along the last dimension in rank order."""
 
     def wait_at_most(self, seconds: float) -> None:
-        """Sets how long a rank waits for the others wherever they meet."""
+        """Sets how long a rank waits for others in a collective operation."""
 
 
 class NullComm:

@@ -1,12 +1,12 @@
-"""Decode context parallel: ranks that have the same heads of k and v share out the tokens of a sequence, block by block.
+"""Decode context parallelism: ranks with the same k and v heads share the tokens of a sequence, block by block.
 
     rank 0    q of its heads -+                 +- attention over its keys: out, lse -+
                               +- q of all heads -+                                     +- weights, sum -> its own heads
     rank 1    q of its heads -+                 +- attention over its keys: out, lse -+
 
 A block of the scheduler covers the tokens of a block on every rank of the group, so that one pool and one table serve all of them
-(`kernels/reference/partial_attention.py` has the drawing). Each rank computes k and v of every token, and stores those of its own.
-Parts are weighed by their log-sum-exp, which gives what attention over all keys gives. Prefill and decode are the same.
+(`kernels/reference/partial_attention.py` has a drawing). Each rank computes k and v of every token, and stores its own tokens.
+Parts are weighted by their log-sum-exp, which gives the same result as attention over all keys. Prefill and decode are the same.
 """
 
 from dataclasses import dataclass
@@ -24,33 +24,33 @@ from octavo.errors import ConfigError
 from octavo.kernels.ops import partial_attention, write_kv
 from octavo.layers.comm import Comm
 
-KERNELS = ("cpu", "triton")  # backends whose place this one takes
+KERNELS = ("cpu", "triton")  # backends that this one replaces
 LOWEST = -1e30  # finite, and below any score
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPlaces:
-    slots: Tensor  # [T]: in the cache of this rank; the null block, where another rank keeps the token
+    slots: Tensor  # [T]: in the cache of this rank; the null block if another rank stores the token
     tables: Tensor  # [R, B]
 
 
 def own_slots(slots: Tensor, block_size: int, rank: int, ranks: int, elsewhere: int = 0) -> Tensor:
-    """Returns places in the cache of a rank, out of places in blocks that cover all ranks. `block_size`: tokens that a rank keeps
+    """Converts slots in blocks that cover all ranks to slots in the cache of a rank. `block_size`: tokens that a rank stores
 
-    `elsewhere`: the place of a token that another rank keeps
+    `elsewhere`: the slot for tokens that another rank stores
     """
     block, offset = slots // (block_size * ranks), slots % (block_size * ranks)
     return torch.where(offset // block_size == rank, block * block_size + offset % block_size, elsewhere)
 
 
 def weights_of_ranks(lse: Tensor) -> Tensor:
-    """Returns how much the part of each rank counts, of log-sum-exps [..., ranks]. Where no rank has seen a key, none counts."""
+    """Returns the weight of each rank's part, from log-sum-exps [..., ranks]. If no rank has seen a key, all are 0."""
     weights = (lse - lse.amax(-1, keepdim=True).clamp(min=LOWEST)).exp()
     return weights / weights.sum(-1, keepdim=True).clamp(min=1)  # the largest is 1
 
 
 def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionBackend]:
-    """Returns the backend with which a rank attends, where the ranks of `comm` share a context; `backend` itself, if there is one rank."""
+    """Returns the backend of a rank if the ranks of `comm` share a context; `backend` itself if there is only one rank."""
     if comm.size == 1:
         return backend
     if backend.name not in KERNELS:
@@ -65,7 +65,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
         dtypes: ClassVar[tuple[str, ...]] = backend.dtypes
         paged: ClassVar[bool] = True
         layouts: ClassVar[tuple[str, ...]] = backend.layouts
-        captured: ClassVar[bool] = False  # ranks meet in every layer
+        captured: ClassVar[bool] = False  # ranks communicate in every layer
         in_teams: ClassVar[bool] = False
         features: ClassVar[tuple[str, ...]] = ("window", "context_parallel", *BEFORE_THE_CACHE)
 
@@ -80,7 +80,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
             places = batch.positions[0], batch.attention.slots
-            if cache["k"].dtype != qkv.dtype:  # on a CPU alone
+            if cache["k"].dtype != qkv.dtype:  # only on a CPU
                 q, k, v = split_heads(qkv, self.spec)
                 q, k = norm_and_rotate(q, k, norms, rope, places[0])
                 keep(cache, k, v, places[1])
@@ -102,10 +102,10 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
 
 
 def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionBackend]:
-    """Returns the twin of a backend of `over_context`, for proofs. It has no block tables: row r owns region r of a contiguous cache.
+    """Returns the contiguous counterpart of a backend from `over_context`, for verification: row r owns region r of a contiguous cache.
 
-    A region holds the tokens that this rank keeps, in order. To the kernels it is blocks in a row. Padding and the tokens of other ranks
-    own the last region.
+    A region holds the tokens that this rank stores, in order. The kernels see it as consecutive blocks. The last region is for padding and
+    the tokens of other ranks.
     """
     rank, ranks = comm.rank, comm.size
 
@@ -115,7 +115,7 @@ def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
 
         @staticmethod
         def prepare(batch: ForwardBatch) -> OwnPlaces:
-            """Computes everything on the device: the host is not asked."""
+            """Computes everything on the device, without synchronising."""
             (count, length), size = batch.caches[0]["k"].shape[:2], batch.block_size // ranks
             blocks = torch.arange(batch.tables.shape[1], device=batch.tables.device, dtype=batch.tables.dtype)
             regions, of_tokens = region_places(batch, count)

@@ -1,10 +1,10 @@
-"""Ranks on several hosts: they meet through TCP connections of torch's gloo.
+"""Ranks on several hosts, which communicate through TCP connections of torch's gloo.
 
-    comm = GlooComm.create(host, size, seconds)                    rank 0: it listens at `comm.address`, where the others find it
-    comm = GlooComm.join(address, host, rank, size, seconds)       each other rank; `host` is its own address, as the others see it
+    comm = GlooComm.create(host, size, seconds)                    rank 0: it listens at `comm.address`, to which the others connect
+    comm = GlooComm.join(address, host, rank, size, seconds)       each other rank; `host` is its own address, as seen by the others
 
-Ranks connect when they meet for the first time. Whoever waits longer than the limit gets a RankLost; the group is of no more use then.
-Nothing here proves who connects: keep the ports to a network of your own.
+Ranks connect at their first collective operation. A rank that waits longer than the limit raises RankLost; the group cannot be used
+after that. Connections are not authenticated: restrict the ports to a private network.
 """
 
 import socket
@@ -20,13 +20,13 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Prefi
 from octavo.errors import RankLost
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-STORE_SECONDS = 30.0  # that a rank has at least to reach what it opened itself
-LOOK_SECONDS = 0.5  # after which a rank that waits looks whether it was told to give up
-POLL_SECONDS = 0.02  # between two looks at who has come
+STORE_SECONDS = 30.0  # minimum time for a rank to connect to its own store
+LOOK_SECONDS = 0.5  # a waiting rank checks at this interval whether it was aborted
+POLL_SECONDS = 0.02  # interval of checks for missing ranks
 
 
 class GlooComm:
-    """One rank's end of a group. `store`: through which ranks find each other. `host`: where this rank listens."""
+    """One rank's end of a group. `store`: through which ranks find each other. `host`: the address at which this rank listens."""
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_seconds: float, address: str = "") -> None:
         self.rank = rank
@@ -36,14 +36,14 @@ class GlooComm:
         self._store = store
         self._host = host
         self._group: Any = None
-        self._parts: list[GlooComm] = []  # which have its time limit
-        self._ends: list[GlooComm] = []  # of channels, which keep theirs: a neighbour may compute for long
+        self._parts: list[GlooComm] = []  # these share its time limit
+        self._ends: list[GlooComm] = []  # of channels, which keep their own limit: a neighbour may compute for a long time
         self._channels: dict[int, GlooChannel] = {}
         self._gave_up = False
 
     @staticmethod
     def create(host: str, size: int, timeout_seconds: float) -> "GlooComm":
-        """Returns the first rank of a group. It listens at this address of the host alone, at a port that is free."""
+        """Returns the first rank of a group. It listens only at this address of the host, at a free port."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
@@ -61,7 +61,7 @@ class GlooComm:
         return GlooComm(store, host, rank, size, timeout_seconds, address)
 
     def part(self, name: str, ranks: Sequence[int]) -> "GlooComm":
-        """Returns a group of some of these ranks, in this order. All of them call it with the same name."""
+        """Returns a group of some of these ranks, in this order. All of them must call it with the same name."""
         part = self._part(f"part {name}", ranks)
         self._parts.append(part)
         return part
@@ -71,7 +71,7 @@ class GlooComm:
         return GlooComm(store, self._host, list(ranks).index(self.rank), len(ranks), self.seconds, self.address)
 
     def channel(self, rank: int) -> "GlooChannel":
-        """Returns the connection to one other rank, which calls it with the number of this one."""
+        """Returns the connection to one other rank, which must call it with the number of this one."""
         if rank not in self._channels:
             there, back = (self._part(f"from {one} to {other}", [one, other]) for one, other in ((self.rank, rank), (rank, self.rank)))
             self._ends += [there, back]
@@ -79,7 +79,7 @@ class GlooComm:
         return self._channels[rank]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds in float32 and in rank order, and rounds once: every rank gets the same bits, whoever came first."""
+        """Adds in float32 and in rank order, and rounds once: every rank gets the same bits, in any order of arrival."""
         if x.dtype not in SUMMED:
             raise ValueError(f"ranks add floats of at most 32 bits, not {x.dtype}")
         first, *others = self._of_all(x)
@@ -97,13 +97,13 @@ class GlooComm:
             part.wait_at_most(seconds)
 
     def abort(self) -> None:
-        """This rank waits no longer. The others notice when its process ends."""
+        """Ends the waiting of this rank. The others notice when its process ends."""
         self._gave_up = True
         for part in self._parts + self._ends:
             part.abort()
 
     def connect(self) -> None:
-        """Waits until all ranks are there, and connects to them."""
+        """Waits until all ranks are available, and connects to them."""
         if self._group is not None:
             return
         until, missing = time.monotonic() + self.seconds, [rank for rank in range(self.size) if rank != self.rank]
@@ -117,7 +117,7 @@ class GlooComm:
             options._timeout = timedelta(seconds=max(until - time.monotonic(), 1.0))
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             self._group = ProcessGroupGloo(self._store, self.rank, self.size, options)
-        except RuntimeError as error:  # what torch raises is no class of its own
+        except RuntimeError as error:  # torch raises no class of its own
             raise error if isinstance(error, RankLost) else self._lost(f"could not connect: {_first_line(error)}") from error
 
     def _of_all(self, x: Tensor) -> list[Tensor]:
@@ -155,7 +155,7 @@ class GlooComm:
             raise self._lost(_first_line(error)) from error
 
     def _finish(self, work: Any) -> None:
-        """Waits in pieces, so that this rank can be told to give up."""
+        """Waits in intervals, so that this rank can be aborted."""
         until = time.monotonic() + self.seconds
         while True:
             ended = work.is_completed()
@@ -164,7 +164,7 @@ class GlooComm:
                 return
             except RuntimeError as error:
                 if not ended and work.is_completed():
-                    continue  # it ended at the same moment: the next look tells how
+                    continue  # it ended at the same moment: the next check has its result
                 if time.monotonic() > until or "Timed out" in str(error):
                     raise self._lost(f"did not meet the others within {self.seconds:g} s") from error
                 if ended or self._gave_up:
@@ -175,15 +175,15 @@ class GlooComm:
 
 
 class GlooChannel:
-    """The way to one other rank and back. Each direction is a group of two, so that what goes one way never waits for the other."""
+    """The connection to one other rank. Each direction is a group of two, so that they never wait for each other."""
 
     def __init__(self, there: GlooComm, back: GlooComm, connects_out_first: bool) -> None:
         self._out, self._in = there, back
-        self._ends = (there, back) if connects_out_first else (back, there)  # in one order on both sides
-        self._under_way: tuple[Any, Tensor] | None = None  # what was sent last, and its memory
+        self._ends = (there, back) if connects_out_first else (back, there)  # in the same order on both sides
+        self._under_way: tuple[Any, Tensor] | None = None  # the last send, and its memory
 
     def send(self, x: Tensor) -> None:
-        """Sends a copy of x. It waits until the one before has arrived."""
+        """Sends a copy of x. It waits until the previous one has arrived."""
         copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._connect()
         if self._under_way is not None:
@@ -206,11 +206,11 @@ class GlooChannel:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, which gloo moves whatever they mean."""
+    """Returns a tensor as bytes, which gloo moves without interpreting them."""
     return x.view(-1).view(torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns what gloo says, without where in its sources it says it."""
+    """Returns gloo's message, without the source location."""
     line = str(error).strip().partition("\n")[0]
     return line.rpartition("] ")[2].partition(". This is")[0][:160] if line.startswith("[") else line[:160]

@@ -53,7 +53,7 @@ class Embedding(nn.Module):
     def __init__(
         self, tokens: range, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype, comm: Comm, scale: float = 1.0
     ) -> None:
-        """`tokens`: whose rows this rank has; `scale`: of the rows that are looked up, rounded to the dtype as their makers rounded it"""
+        """`tokens`: whose rows this rank has; `scale`: factor on the rows, rounded to the dtype as in the original model"""
         super().__init__()
         self.scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.tokens, self.hidden_size, self.dtype = tokens, hidden_size, dtype
@@ -65,7 +65,7 @@ class Embedding(nn.Module):
         return rows if self.scale == 1 else rows * self.scale
 
     def _of_ranks(self, token_ids: Tensor) -> Tensor:
-        """One rank has the row of a token, and the others add zeros to it."""
+        """One rank has the row of a token, and the others add zeros."""
         index = token_ids - self.tokens.start
         elsewhere = (index < 0) | (index >= len(self.tokens))
         rows = self.scheme.rows(self, index.masked_fill(elsewhere, 0))
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Computes logits of the tokens that this rank has. A tied head has no matrix of its own, and uses the embedding's."""
+    """Computes logits for this rank's tokens. A tied head has no matrix and uses the embedding's."""
 
     def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme, scale: float = 1.0, cap: float | None = None) -> None:
         """`scale`, `cap`: of the logits, as in `ModelDescription`"""
@@ -84,7 +84,7 @@ class LMHead(nn.Module):
             scheme.params(self, embedding.hidden_size, len(embedding.tokens), False, embedding.dtype)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns logits [S, tokens of this rank] of hidden states [S, hidden], in `out` if that is given."""
+        """Returns logits [S, tokens of this rank] of hidden states [S, hidden], in `out` if given."""
         logits = self.matrix.scheme.apply(self.matrix, hidden, out)
         return logits if self.scale == 1 and self.cap is None else scale_logits(logits, self.scale, self.cap)
 
@@ -105,7 +105,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def alone(self, x: Tensor) -> Tensor:
-        """Returns x normed, without the stream: what a sub-layer gives, before it is added."""
+        """Returns x normed, without the stream: the output of a sub-layer before it is added."""
         return rms_norm(x, self.weight, self.eps)
 
 

@@ -1,11 +1,11 @@
-"""A mixture of experts: a router sends each token through a few of many MLPs.
+"""A mixture of experts (MoE): a router sends each token through a few of many MLPs.
 
     router            logits of all experts
-    experts.gate_up   gate and up of every expert, one below the other: a merged matrix like any other, which may be codes
+    experts.gate_up   gate and up of every expert, one below the other: a merged matrix like any other, which may be quantised
     experts.down
-    shared            one more MLP that every token goes through; `shared_gate` says how much of it counts
+    shared            one more MLP that every token passes through; `shared_gate` computes its weight
 
-Ranks either have a part of every expert, or some whole experts each. Both ways they sum what they give, once for the layer.
+Ranks have either a part of every expert, or some whole experts each. In both cases the results are summed once per layer.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from octavo.quant.schemes import Packed, QuantScheme
 @dataclass(frozen=True, slots=True)
 class Routing:
     count: int  # of all experts
-    chosen: int  # for each token
-    scores: str  # "all" or "chosen": over whose logits the softmax goes
-    normed: bool  # weights of the chosen ones sum up to 1
-    held: int  # by this rank: all, or as many as by each other one
+    chosen: int  # per token
+    scores: str  # "all" or "chosen": the logits in the softmax
+    normed: bool  # the weights of the chosen experts are normalised to a sum of 1
+    held: int  # on this rank: all, or the same number on each rank
 
 
 class ExpertStack(nn.Module):
-    """The matrices of the experts that this rank has."""
+    """The matrices of this rank's experts."""
 
     def __init__(self, hidden_size: int, inner: int, count: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ExpertStack(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """Gives a part of a sum over ranks, where they share it."""
+    """Computes a partial sum if ranks share it."""
 
     def __init__(self, hidden_size: int, inner: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class Mixture(nn.Module):
         dtype: torch.dtype,
         comm: Comm,
     ) -> None:
-        """`inner`: of an expert; `shared_inner`: of the one that all tokens share, 0 if there is none; `bias`: of router and experts"""
+        """`inner`: of an expert; `shared_inner`: of the shared expert, 0 if there is none; `bias`: of router and experts"""
         super().__init__()
         self.routing, self.activation, self.comm = routing, activation, comm
-        self.first = routing.held * comm.rank if routing.held < routing.count else 0  # of the experts that this rank has
+        self.first = routing.held * comm.rank if routing.held < routing.count else 0  # the first expert on this rank
         self.router = Linear(hidden_size, routing.count, bias, scheme, dtype)
         self.experts = ExpertStack(hidden_size, inner, routing.held, bias, scheme, dtype)
         self.shared: SharedExpert | None = None
@@ -85,7 +85,7 @@ class Mixture(nn.Module):
         return self.mix(x, self.router(x))
 
     def mix(self, x: Tensor, logits: Tensor) -> Tensor:
-        """As `forward`, with the logits of all experts [T, count]."""
+        """Like `forward`, for given logits of all experts [T, count]."""
         ids, weights = choose_experts(logits, self.routing.chosen, self.routing.scores, self.routing.normed)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
         out = mixture(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
@@ -95,5 +95,5 @@ class Mixture(nn.Module):
 
 
 def matrix(linear: Linear) -> Any:
-    """Returns the weights as its scheme keeps them: a tensor or codes."""
+    """Returns the weights in the format of its scheme: a tensor or packed codes."""
     return linear.codes if isinstance(linear.scheme, Packed) else linear.weight

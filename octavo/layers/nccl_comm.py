@@ -1,8 +1,8 @@
-"""Ranks that have a GPU each: they meet through NCCL, whose calls CUDA graphs capture as they capture kernels.
+"""Ranks with one GPU each, which communicate through NCCL. CUDA graphs capture its calls like kernels.
 
-    comm = NcclComm.join(path, rank, size)    in each rank, after its GPU was chosen; `path`: a file that all of them can write
+    comm = NcclComm.join(path, rank, size)    in each rank, after its GPU was selected; `path`: a file that all of them can write
 
-Ranks connect when they meet for the first time. The host waits for nobody: a call is put behind the kernels before it. NCCL listens at
+Ranks connect at their first collective operation. The host never waits: a call is queued after the kernels before it. NCCL listens at
 a port of this host while ranks connect.
 """
 
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileS
 
 class NcclComm:
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        nccl: Any = torch._C._distributed_c10d.ProcessGroupNCCL  # builds of torch without CUDA have none
+        nccl: Any = torch._C._distributed_c10d.ProcessGroupNCCL  # absent in builds of torch without CUDA
         self.rank = rank
         self.size = size
         self._store = store
@@ -29,7 +29,7 @@ class NcclComm:
         return NcclComm(FileStore(path, size), rank, size)
 
     def part(self, name: str, ranks: Sequence[int]) -> "NcclComm":
-        """Returns a group of some of these ranks, in this order. All of them call it with the same name."""
+        """Returns a group of some of these ranks, in this order. All of them must call it with the same name."""
         part = NcclComm(PrefixStore(name, self._store), list(ranks).index(self.rank), len(ranks))
         self._parts.append(part)
         return part
@@ -47,22 +47,22 @@ class NcclComm:
 
     @staticmethod
     def _done(work: Any) -> None:
-        """Puts what follows behind the call. The host does not wait."""
+        """Orders later kernels after the call. The host does not wait."""
         if work is not None:
             work.wait()
 
     def wait_at_most(self, seconds: float) -> None:
-        """Kernels of a GPU have no time limit: who started the ranks notices one that is gone."""
+        """Does nothing: GPU kernels have no time limit. The parent notices a rank that is gone."""
 
     def abort(self) -> None:
-        """This rank waits no longer, in any group."""
+        """Ends the waiting of this rank, in all groups."""
         for comm in (self, *self._parts):
-            with suppress(Exception):  # what is gone cannot be left
+            with suppress(Exception):  # a group that is gone cannot be aborted
                 comm._group.abort()
 
 
 def _in_order(options: Any) -> Any:
-    """Returns options of a call that runs in the stream of the caller."""
-    with suppress(AttributeError):  # a version of torch before there was a choice
+    """Returns the options of a call that runs in the caller's stream."""
+    with suppress(AttributeError):  # older versions of torch do not have the option
         options.asyncOp = False
     return options

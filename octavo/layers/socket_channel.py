@@ -1,7 +1,7 @@
-"""Hidden states from one stage of a pipeline to the next, through a pair of connected sockets that have no name.
+"""Sends hidden states from one stage of a pipeline to the next, through a pair of connected unnamed sockets.
 
-Both ends are made by the process that starts the ranks, and inherited. A neighbour that ends closes its end, which the other notices
-at once. There is no time limit: a neighbour may be computing for long. Who started the ranks notices one that hangs, and ends it.
+Both ends are created by the process that starts the ranks, and inherited. When a neighbour ends, its end is closed, which the other
+notices at once. There is no time limit: a neighbour may compute for a long time. The parent of the ranks ends one that hangs.
 """
 
 import socket
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from octavo.errors import RankLost
 
-BUFFER_BYTES = 1 << 22  # so that a decode step is handed over without waiting
+BUFFER_BYTES = 1 << 22  # large enough to hand over a decode step without waiting
 
 
 class SocketChannel:
     def __init__(self, descriptor: int, neighbour: int) -> None:
-        """Takes the descriptor over. `neighbour`: the rank at the other end, for messages"""
+        """Takes ownership of the descriptor. `neighbour`: the rank at the other end, for messages"""
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(True)
         self._neighbour = neighbour
@@ -38,7 +38,7 @@ class SocketChannel:
             raise self._gone() from error
 
     def receive(self, x: Tensor) -> Tensor:
-        """Fills and returns x, which is contiguous."""
+        """Fills and returns x, which must be contiguous."""
         target = x if x.device.type == "cpu" else torch.empty_like(x, device="cpu")
         left = _bytes(target)
         try:

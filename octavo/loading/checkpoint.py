@@ -1,7 +1,7 @@
-"""Weights by name, wherever they are stored: a folder of safetensors or a GGUF file behind one small protocol.
+"""Weights by name, from any storage: a folder of safetensors or a GGUF file, behind one small protocol.
 
-Names are Hugging Face's (`model.embed_tokens.weight`). Files are mapped, and a tensor is read when it is asked for. Everything
-that headers tell is checked when the checkpoint is opened.
+Names are Hugging Face's (`model.embed_tokens.weight`). Files are mapped, and a tensor is read on demand. All information in
+headers is checked when the checkpoint is opened.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import OF_CACHE, QuantConfig
 
 WHOLE = Part()
-MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
+MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would accept 100 MB
 
 
 class Checkpoint(Protocol):
@@ -45,27 +45,27 @@ class Checkpoint(Protocol):
         ...
 
     def packed(self, name: str) -> Quantised | None:
-        """Returns a quantised matrix as codes or 8-bit floats, or None if it is stored as wider floats."""
+        """Returns a quantised matrix, as integers or 8-bit floats, or None if it is stored as wider floats."""
 
     def fingerprint(self) -> bytes: ...
 
 
 class FileCheckpoint(Checkpoint, Protocol):
-    """Weights of which a part can be read without the rest, for ranks that share a model (`policy/split.py`)."""
+    """Weights that can be read in parts, for ranks that share a model (`policy/split.py`)."""
 
     def check_part(self, name: str, part: Part) -> None:
-        """Refuses a part that cannot be read by itself. No matrix is read."""
+        """Refuses a part that cannot be read separately. No matrix is read."""
 
     def read_part(self, name: str, part: Part) -> Tensor:
-        """Returns a part of what `read` returns."""
+        """Returns a part of the result of `read`."""
         ...
 
     def packed_part(self, name: str, part: Part) -> Quantised | None:
-        """Returns a part of what `packed` returns, or None if it has to become floats."""
+        """Returns a part of the result of `packed`, or None if it must be dequantised."""
 
 
 def _listed(names: set[str]) -> str:
-    """Returns names for a message: the first few, and how many more there are."""
+    """Returns names for a message: the first few, and the number of the others."""
     first = ", ".join(name[:80] for name in sorted(names)[:5])
     return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
 
@@ -74,9 +74,9 @@ def _listed(names: set[str]) -> str:
 
 
 class SafetensorsCheckpoint:
-    """A Hugging Face folder: one model.safetensors, or shards and the index that says which weight is in which.
+    """A Hugging Face folder: one model.safetensors, or shards and an index with the shard of each weight.
 
-    With a `quantization_config`, the tensors of a quantised module stand for its one weight.
+    With a `quantization_config`, the tensors of a quantised module represent a single weight.
     """
 
     def __init__(self, folder: Path, quantization: QuantConfig | None = None) -> None:
@@ -90,7 +90,7 @@ class SafetensorsCheckpoint:
         else:
             raise no_model_folder(folder)
         self._file_of = {name: file for file in self._files for name in file.headers}
-        in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/stacked.py` reads those
+        in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/stacked.py` reads these
         self._packed = {} if quantization is None or in_stacks else self._find_packed(quantization)
         of_modules = {tensor: name for name, module in self._packed.items() for tensor in module.tensors}
         of_cache = OF_CACHE if quantization is not None else ()
@@ -103,7 +103,7 @@ class SafetensorsCheckpoint:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Puts the folder's name in front of an error about a tensor in it."""
+        """Prepends the folder's name to errors about its tensors."""
         try:
             yield
         except LoadError as error:
@@ -164,18 +164,18 @@ class SafetensorsCheckpoint:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Returns the path of a weight file, which must be a plain name and lead, also through links, to a file within the model."""
+    """Returns the path of a weight file, which must be a plain name of a file inside the model, also after following links."""
     path = folder / name
     homes = [folder.resolve()]
-    if homes[0].parent.name == "snapshots":  # a hub cache: models--x--y/snapshots/<commit>/<name> links to models--x--y/blobs/<digest>
+    if homes[0].parent.name == "snapshots":  # in the hub cache, models--x--y/snapshots/<commit>/<name> links to models--x--y/blobs/<digest>
         repo = homes[0].parent.parent
         homes.append(repo / "blobs")
-        if repo.name.startswith("models--"):  # and that, for files that several repositories share, to <cache>/blobs/ab/<digest>
+        if repo.name.startswith("models--"):  # and that links to <cache>/blobs/ab/<digest> for files that several repositories share
             homes.append(repo.parent / "blobs")
     try:
         inside = Path(name).name == name and any(path.resolve().is_relative_to(home) for home in homes)
         found = path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL or no Unicode in it, a link to itself
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL or invalid Unicode in it, a link to itself
         raise LoadError(f"{folder}: weight file {name[:80]!r} cannot be looked up ({type(error).__name__})") from error
     if not name or not inside:
         raise LoadError(f"{folder}: weight file {name[:80]!r} leads out of the model folder")
@@ -189,7 +189,7 @@ def _map(path: Path) -> Any:  # the library is not annotated
 
 
 class _SafetensorsFile:
-    """One mapped file. The library checks the header (sizes, overlaps, kinds); its errors are raised as `LoadError`."""
+    """One mapped file. The library checks the header (sizes, overlaps, dtypes); its errors are raised as `LoadError`."""
 
     def __init__(self, path: Path, quantization: QuantConfig | None) -> None:
         self.path = path
@@ -205,7 +205,7 @@ class _SafetensorsFile:
         self.headers = {name: self._header(name, view, quantization) for name, view in views.items()}
 
     def _header(self, name: str, view: Any, quantization: QuantConfig | None) -> Header:
-        """Accepts floats, and other numbers only if they belong to a quantised module."""
+        """Accepts floats, and other dtypes only for parts of a quantised module."""
         stored, shape = view.get_dtype(), tuple(view.get_shape())
         dtype = None if quantization is None else part_dtype(name, stored, quantization)
         if dtype is not None:
@@ -228,7 +228,7 @@ def _part(tensor: GGUFTensor) -> str:
 
 
 class GGUFCheckpoint:
-    """A GGUF file under Hugging Face names. Without `output.weight` the model's output is tied to its embedding."""
+    """A GGUF file under Hugging Face names. Without `output.weight` the head is tied to the embedding."""
 
     def __init__(self, gguf: GGUFFile) -> None:
         self.source = str(gguf.path)
@@ -255,7 +255,7 @@ class GGUFCheckpoint:
         return found
 
     def _find_interleaved_heads(self) -> dict[str, int]:
-        """Returns how many heads share the rows of each projection that is stored in interleaved rotary order, by its GGUF name."""
+        """Returns how many heads there are in each projection whose rows are in interleaved rotary order, by its GGUF name."""
         heads = self._model.interleaved
         for tensor in self._tensor_of.values():
             rows, sharers = tensor.shape[0], heads.get(_part(tensor))
@@ -283,7 +283,7 @@ class GGUFCheckpoint:
     def read_part(self, name: str, part: Part) -> Tensor:
         tensor = self._tensor_of[name]
         dense = self._dense(tensor, part)
-        if plus := self._model.family.rules.plus(name):  # the file has it added already, and a checkpoint speaks as a folder does
+        if plus := self._model.family.rules.plus(name):  # the file already includes it, but a checkpoint returns what a folder contains
             dense = dense.float() - plus
         heads = self._heads(tensor, dense.shape[0])
         return dense if heads is None else half_split(dense, heads)
@@ -298,7 +298,7 @@ class GGUFCheckpoint:
         return weight if heads is None else weight.rows(half_split(torch.arange(shape[0]), heads))
 
     def blocks(self, name: str) -> Blocks | None:
-        """Returns a quantised matrix as the file has it, if the native library reads such blocks."""
+        """Returns a quantised matrix in the format of the file, if the native library supports such blocks."""
         tensor = self._tensor_of[name]
         if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2:
             return None
@@ -308,7 +308,7 @@ class GGUFCheckpoint:
         return Blocks(f"{self.source}: {tensor.name}", self._bytes(tensor).numpy(), tensor.kind, (n, k), rows)
 
     def _heads(self, tensor: GGUFTensor, rows: int) -> int | None:
-        """Returns how many heads share that many rows of a projection in interleaved rotary order; None: in any other."""
+        """Returns how many heads share these rows of a projection in interleaved rotary order; None for any other projection."""
         heads = self._interleaved_heads.get(_part(tensor))
         if heads is None:
             return None
@@ -321,13 +321,13 @@ class GGUFCheckpoint:
     def _dense(self, tensor: GGUFTensor, part: Part = WHOLE) -> Tensor:
         if tensor.kind in DENSE:
             return cut(self._bytes(tensor).view(DENSE[tensor.kind]).view(tensor.shape), part)
-        if len(tensor.shape) == 1:  # a group holds several of its numbers
+        if len(tensor.shape) == 1:  # a group contains several of its numbers
             return cut(dequantize(self._bytes(tensor), tensor.kind, tensor.shape), part)
         raw, shape = self._quantised(tensor, part)
         return dequantize(raw, tensor.kind, shape)
 
     def _quantised(self, tensor: GGUFTensor, part: Part) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns the bytes of the part, and its shape. Rows are a view of the file; columns are copied out of each row."""
+        """Returns the bytes of the part, and its shape. Rows are a view of the file; columns are copied from each row."""
         if part == WHOLE:
             return self._bytes(tensor), tensor.shape
         (n, k), group_bytes = tensor.shape, QUANTISED[tensor.kind][0]
@@ -336,7 +336,7 @@ class GGUFCheckpoint:
         return cut(groups, Part(rows, self._in_groups(tensor, columns))).reshape(-1), (len(rows), len(columns))
 
     def _in_groups(self, tensor: GGUFTensor, columns: range) -> range:
-        """Returns the groups that these columns are. Refuses columns that are no whole groups."""
+        """Returns the groups of these columns. Refuses columns that are not whole groups."""
         k, group = tensor.shape[-1], prod(tensor.shape) * QUANTISED[tensor.kind][0] // tensor.num_bytes
         if columns.start % group or columns.stop % group:
             what = f"{self.source}: {tensor.name}: {k} columns in groups of {group}"

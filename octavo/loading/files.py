@@ -43,7 +43,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def fingerprint(files: list[tuple[Path, int]]) -> bytes:
-    """Returns a digest that tells weights apart without reading them all: of names, sizes, headers and windows spread over the data.
+    """Returns a digest that identifies weights without reading them all: of names, sizes, headers and samples spread over the data.
 
     `files` gives each path with the size of its header.
     """
@@ -60,21 +60,21 @@ def fingerprint(files: list[tuple[Path, int]]) -> bytes:
     return digest.digest()
 
 
-# -- the header of a safetensors file: names, kinds and shapes, for plans
+# -- the header of a safetensors file: names, dtypes and shapes, for plans
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    dtype: str  # in the format's words: F16, I32
+    dtype: str  # by the names of the format: F16, I32
     shape: tuple[int, ...]
-    start: int  # of its bytes, behind the header
+    start: int  # offset of its bytes after the header
     stop: int
 
 
 def parse_header(raw: bytes) -> dict[str, Entry]:
-    """Returns the tensors that a header lists. Raises ValueError if it is not a valid one."""
+    """Returns the tensors that a header lists. Raises ValueError if it is invalid."""
     try:
         header = json.loads(raw)
         return {name: _entry(**entry) for name, entry in header.items() if name != "__metadata__"}
@@ -90,7 +90,7 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], int]:
-    """Returns the tensors of a file, and the byte at which their data begin."""
+    """Returns the tensors of a file, and the offset of their data."""
     try:
         if not path.is_file():
             raise ValueError("not a regular file")

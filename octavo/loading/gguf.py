@@ -1,12 +1,12 @@
-"""GGUF headers, read by our own checked parser: nothing in the file is trusted.
+"""A parser for GGUF headers with complete checks: nothing in the file is trusted.
 
     "GGUF" | version u32 | tensor count u64 | key count u64
     key count    x  key, value type u32, value
     tensor count x  name, number of dimensions u32, dimensions u64 (innermost first), kind u32, offset u64
     padding to the alignment | tensor data, every offset counted from here
 
-The file is mapped, not read. Each count and length is compared with the bytes that are left, in Python's unbounded integers,
-before anything is allocated for it, so a hostile file costs neither time nor memory: it ends in one `LoadError`.
+The file is mapped, not read. Each count and length is compared with the remaining bytes, in Python's unbounded integers,
+before anything is allocated for it, so a malicious file costs neither time nor memory: it ends in one `LoadError`.
 """
 
 import mmap
@@ -26,7 +26,7 @@ from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rules, of_expert
 from octavo.models.gguf_keys import ROPE_FACTORS, GGUFKeys
 from octavo.models.registry import families
 
-# GGML's tensor kinds by number: name, elements a group, bytes a group. All are named, so that a refusal can say what it met.
+# GGML's tensor kinds by number: name, elements per group, bytes per group. All are listed, so that a refusal can name the kind.
 KINDS: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -43,17 +43,17 @@ BOOL, STRING, ARRAY = 7, 8, 9
 MIN_KEY_BYTES = 8 + 1 + 4 + 1  # length, one letter, type, the shortest value
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 MAX_NAME_BYTES = 65535
-MAX_HEADER_BYTES = 64 * 2**20  # several times any real one; a sparse file may be terabytes
+MAX_HEADER_BYTES = 64 * 2**20  # several times any real one; a sparse file may have terabytes
 MAX_STRING_BYTES = 4 * 2**20
 MAX_ENTRIES = 2**16  # keys, and tensors
-MAX_ARRAY_ELEMENTS = 2**22  # of all arrays together: many times any real vocabulary, and a bound on memory
+MAX_ARRAY_ELEMENTS = 2**22  # of all arrays together: many times any real vocabulary, to limit memory
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
 MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
 DEFAULT_ALIGNMENT, MIN_ALIGNMENT, MAX_ALIGNMENT = 32, 8, 2**20
 
 MAX_LAYERS = 1024  # as in a config.json
-SINGLE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, which is stored as that row
+SINGLE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, which is stored as a vector
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -90,12 +90,12 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _shown(text: str) -> str:
-    """Returns a name from the file, short and on one line, for messages."""
+    """Returns a name from the file for messages, shortened and on one line."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 class _HeaderReader:
-    """Walks through the mapped header. `need` checks the length before every read."""
+    """Reads the mapped header sequentially. `need` checks the length before every read."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -155,7 +155,7 @@ class _HeaderReader:
         return text
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Returns the next `count` strings. A vocabulary has 100,000 of them, so this loop takes most of the time of reading a header."""
+        """Returns the next `count` strings. A vocabulary has 100,000 of them, so this loop dominates the time of reading a header."""
         data, end, position, length_of = self.data, self.end, self.position, _U64.unpack_from
         texts = []
         try:
@@ -240,7 +240,7 @@ class _HeaderReader:
         return GGUFTensor(name, tuple(reversed(dims)), kind, offset, prod(dims) // group * group_bytes)
 
     def placed(self, declared: list[GGUFTensor], start: int, alignment: int) -> dict[str, GGUFTensor]:
-        """Returns the tensors with offsets from the start of the file. Each must lie inside it, and none may overlap."""
+        """Returns the tensors with offsets from the start of the file. Each must be inside the file, and none may overlap."""
         tensors: dict[str, GGUFTensor] = {}
         end = start
         for tensor in sorted(declared, key=attrgetter("offset")):
@@ -259,7 +259,7 @@ class _HeaderReader:
 
 
 def weights_in(tensor: GGUFTensor, name: str, source: str) -> dict[str, GGUFTensor]:
-    """Returns the weights that a tensor holds, by name: one, or one of every expert, if `name` has a `*` for their numbers."""
+    """Returns the weights in a tensor by name: one, or one of every expert if `name` has a `*` for their numbers."""
     if "*" not in name:
         row = tensor.name.endswith(SINGLE_ROW) and len(tensor.shape) == 1
         return {name: replace(tensor, shape=(1, *tensor.shape)) if row else tensor}
@@ -270,11 +270,11 @@ def weights_in(tensor: GGUFTensor, name: str, source: str) -> dict[str, GGUFTens
     return {of_expert(name, expert): one for expert, one in enumerate(each)}
 
 
-# -- what a config.json would say of the model, by the family that its architecture belongs to
+# -- the equivalent of a config.json, by the family of the file's architecture
 
 
 class GGUFModel(NamedTuple):
-    """The family of a GGUF file, and what a config.json would say of the model."""
+    """The family of a GGUF file, and the equivalent of its config.json."""
 
     family: Family
     config: dict[str, Any]
@@ -282,7 +282,7 @@ class GGUFModel(NamedTuple):
 
 
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
-    """Returns the family that knows the file's architecture, its form, and the architecture."""
+    """Returns the family of the file's architecture, its GGUF form, and the architecture."""
     parts, name = metadata.get("split.count", 1), metadata.get("general.architecture")
     if parts != 1:
         raise LoadError(f"{source}: is one of {reprlib.repr(parts)} parts of a split file; join them with llama-gguf-split --merge")
@@ -291,12 +291,12 @@ def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFFor
     if not isinstance(name, str) or name not in known:
         raise LoadError(f"{source}: general.architecture is {reprlib.repr(name)}; supported: {', '.join(known)}")
     fitting = [(family, form) for family, form in forms if name in form.architectures]
-    experts = bool(metadata.get(f"{name}.expert_count"))  # a word may be that of a dense model, too
+    experts = bool(metadata.get(f"{name}.expert_count"))  # dense models may use the same name
     return *next((one for one in fitting if one[1].experts == experts), fitting[0]), name
 
 
 def rope_factors(gguf: GGUFFile) -> dict[str, list[float]]:
-    """Returns the factors of single rotary frequencies, which are tensors in the file and belong to the config."""
+    """Returns the factors of rotary frequencies, which are tensors in the file but part of the config."""
     found = {}
     for name in ROPE_FACTORS:
         tensor = gguf.tensors.get(name)
@@ -314,7 +314,7 @@ def rope_factors(gguf: GGUFFile) -> dict[str, list[float]]:
 def read_gguf_model(
     metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str, factors: Mapping[str, list[float]] | None = None
 ) -> GGUFModel:
-    """`factors`: what `rope_factors` gives; None: only the header is at hand"""
+    """`factors`: from `rope_factors`; None: only the header is available"""
     family, form, architecture = gguf_form(metadata, source)
     keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source, factors)
     config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
@@ -324,5 +324,5 @@ def read_gguf_model(
 def config_dict(
     metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str, factors: Mapping[str, list[float]] | None = None
 ) -> dict[str, Any]:
-    """Returns what a config.json would say of this model."""
+    """Returns the equivalent of a config.json for this model."""
     return read_gguf_model(metadata, tensors, source, factors).config

@@ -1,10 +1,10 @@
-"""Models in the hub's cache: which of them Octavo can open, how large they are, and how to remove one.
+"""Models in the hub's cache: which of them Octavo can open, their sizes, and how to remove one.
 
     models--owner--name/blobs/<digest>                 the bytes
                         snapshots/<commit>/<file>      links to them
                         refs/<branch or tag>           a commit
 
-Other programs share the cache. Only what lies inside it is removed: a link is unlinked, and what it leads to stays.
+Other programs share the cache. Only files inside it are removed: a link is unlinked, and its target stays.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ PREFIX = "models--"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    name: str  # what to type: owner/name, owner/name@revision, owner/name:Q8_0
+    name: str  # the name to type: owner/name, owner/name@revision, owner/name:Q8_0
     kind: str  # Qwen3 safetensors
     size: int  # bytes
-    last_used: float  # seconds since the epoch, as the file system recorded it
+    last_used: float  # seconds since the epoch, as recorded by the file system
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Cached:
     """One repository in the cache."""
 
     repo: str
-    models: list[CachedModel]  # that Octavo can open
+    models: list[CachedModel]  # those that Octavo can open
     is_incomplete: bool  # a download of it was interrupted
     size: int  # bytes on disk
 
 
 def cached_repositories(cache: Path) -> list[Cached]:
-    """Returns all repositories of the cache, in the order of their names."""
+    """Returns all repositories of the cache, sorted by name."""
     folders = sorted(cache.glob(f"{PREFIX}*--*")) if cache.is_dir() else []
     named = [(folder, _repo_of(folder)) for folder in folders if folder.is_dir()]
     return [_cached(folder, repo) for folder, repo in named if repo is not None]
@@ -77,12 +77,12 @@ def _models(folder: Path, repo: str) -> Iterator[CachedModel]:
 
 
 def files_of(snapshot: Path) -> list[str]:
-    """Returns the names of the files that exist. A link that leads nowhere does not count."""
+    """Returns the names of existing files. A broken link does not count."""
     return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
 
 
 def _openable(name: str, source: ModelSource, files: list[Path]) -> Iterator[CachedModel]:
-    """Gives the model, or nothing if Octavo cannot read this kind."""
+    """Yields the model, or nothing if Octavo does not support this kind."""
     with contextlib.suppress(LoadError, OSError):
         family = load_model_config(source).architecture.removesuffix("ForCausalLM")
         form = "GGUF" if source.kind == "gguf" else "safetensors" if source.quantization is None else source.quantization.method.upper()
@@ -105,14 +105,14 @@ def size_on_disk(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # removed meanwhile
+            with contextlib.suppress(OSError):  # removed in the meantime
                 total += os.lstat(os.path.join(root, name)).st_size
     return total
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """The files that `octavo rm` is about to remove."""
+    """The files that `octavo rm` will remove."""
 
     folder: Path  # of the repository
     files: list[Path] | None  # None: all of it
@@ -151,5 +151,5 @@ def _gguf_of(name: HubName, snapshot: Path) -> Path | None:
 
 
 def _blob_of(link: Path) -> Path:
-    """Returns the target of a link, one step and no further: a blob may be a link itself."""
+    """Returns the direct target of a link, which may be a link itself."""
     return Path(os.path.normpath(link.parent / os.readlink(link))) if link.is_symlink() else link

@@ -1,7 +1,7 @@
-"""Requests to the hub: where it is, where its cache lies, what a repository holds, bytes of a file, and errors in plain words.
+"""Requests to the hub: its address and cache, the contents of a repository, bytes of a file, and plain error messages.
 
 The library `huggingface_hub` reads HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE, and every
-question goes through its session. It is imported where it is used: a model on this disk must load without it.
+request uses its session. It is imported only where it is used: local models must load without it.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ _SAFE = re.compile(r"(?!\.)[^/\\\0]+(/(?!\.)[^/\\\0]+)*")
 class RemoteFile:
     name: str
     size: int
-    digest: str  # the hub's: sha256 of a large file, git's own of a small one; blobs in the cache go by it
+    digest: str  # the hub's: sha256 of a large file, git's of a small one; it names the blob in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit."""
+    """The files of a repository at one commit."""
 
     commit: str
     files: dict[str, RemoteFile]
@@ -46,8 +46,8 @@ class Listing:
 class Hub:
     endpoint: str
     cache: Path
-    timeout: float  # seconds without an answer
-    waits: tuple[float, ...] = (1, 2, 4, 8)  # seconds before each new try, until some bytes have come
+    timeout: float  # seconds without a response
+    waits: tuple[float, ...] = (1, 2, 4, 8)  # seconds before each retry, until some bytes have arrived
 
     @staticmethod
     def from_environment() -> "Hub":
@@ -59,7 +59,7 @@ class Hub:
         return Hub(endpoint=constants.ENDPOINT, cache=cache, timeout=timeout)
 
     def folder(self, repo: str) -> Path:
-        """Returns the folder in which the cache keeps a repository: blobs/, snapshots/ and refs/."""
+        """Returns the folder of a repository in the cache, with blobs/, snapshots/ and refs/."""
         from huggingface_hub.file_download import repo_folder_name
 
         return self.cache / repo_folder_name(repo_id=repo, repo_type="model")
@@ -79,10 +79,10 @@ class Hub:
         return Listing(str(info.sha), files)
 
     def nearest(self, repo: str) -> str | None:
-        """Returns the repository whose name is most like `repo`, of the same owner or else of any; None if the hub gives no answer."""
+        """Returns the repository with the most similar name, of the same owner or else of any; None if the hub does not respond."""
         owner, _, short = repo.partition("/")
         for question in ({"author": owner}, {"search": short}):
-            with contextlib.suppress(Exception):  # it is only a hint beside another error
+            with contextlib.suppress(Exception):  # it is only a hint in addition to another error
                 close = difflib.get_close_matches(repo, self._search(question), n=1)
                 if close and close[0] != repo:
                     return close[0]
@@ -97,18 +97,18 @@ class Hub:
 
     @contextlib.contextmanager
     def stream(self, repo: str, commit: str, file: str, start: int = 0, end: int | None = None) -> Iterator["Response"]:
-        """Gives an answer from which the bytes of a file can be read, from `start` on, up to `end` if that is given."""
+        """Yields a response from which the bytes of a file can be read, from `start` on, up to `end` if given."""
         from huggingface_hub import get_session
         from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # the library does not mark its exports
 
         url = f"{self.endpoint}/{repo}/resolve/{commit}/{quote(file)}"
-        # Not compressed: the numbers of bytes must be those of the file.
+                # Not compressed: byte counts must be those of the file.
         headers = {**self._headers(), "Accept-Encoding": "identity"}
         if start or end is not None:
             headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
         with get_session().stream("GET", url, headers=headers, timeout=self.timeout) as response:
             if response.is_error:
-                response.read()  # so that the reason is at hand
+                response.read()  # makes the reason available
             hf_raise_for_status(response)
             yield response
 
@@ -118,9 +118,9 @@ class Hub:
         return dict(build_hf_headers(library_name="octavo", library_version=__version__))
 
 
-# -- errors of the hub, each as one line that says what helps
+# -- errors of the hub, each as one line with advice
 #
-# A message has only our own words and numbers, never the text of an exception, which may hold a signed address or a token.
+# A message contains only our own words and numbers, never the text of an exception, which may include a signed address or a token.
 
 LOGIN = "`hf auth login`, or set HF_TOKEN"
 RATE_LIMITED = 429
@@ -128,21 +128,21 @@ TRANSIENT = (408, RATE_LIMITED, 500, 502, 503, 504)
 
 
 def status_of(error: Exception) -> int | None:
-    """Returns the HTTP status behind an error, or None if there was no answer."""
+    """Returns the HTTP status of an error, or None if there was no response."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether to try again: the connection broke, no answer came in time, or the hub said "later"."""
-    from httpx2 import TransportError  # the library's own client
+    """Whether to retry: the connection broke, no response arrived in time, or the hub is temporarily unavailable."""
+    from httpx2 import TransportError  # the client of `huggingface_hub`
 
     return isinstance(error, TransportError) or status_of(error) in TRANSIENT
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether the hub could not be reached, so that a copy in the cache is used."""
+    """Whether the hub is unreachable, so that a copy in the cache is used."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     error = _unwrapped(error)
@@ -150,7 +150,7 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Returns the cause of an error, if the library only says that a file is not there."""
+    """Returns the cause of an error, if the library only reports a missing file."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -206,5 +206,5 @@ def _trouble(error: Exception, host: str, hub: Hub) -> str:
 
 
 def shown_address(address: str) -> str:
-    """Returns an address without the name and password in it."""
+    """Returns an address without its user name and password."""
     return re.sub(r"//[^/@]*@", "//", address)

@@ -1,6 +1,6 @@
-"""Reads weights into a model: as dense parameters, as panels of the native program, or as codes on a device.
+"""Reads weights into a model: as dense parameters, as panels of the native program, or quantised on a device.
 
-The rules of the family say which weight goes where. An unknown name or a parameter that is not filled is an error.
+The rules of the family map names to parameters. An unknown name or a parameter without a weight is an error.
 """
 
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    label: str  # parameter, and part where there is one: `layers.0.attention.qkv.weight[q]`
+    label: str  # parameter, and part if there is one: `layers.0.attention.qkv.weight[q]`
     values: Tensor  # a view of the parameter
-    plus: float = 0.0  # what is added to the weight of the checkpoint
+    plus: float = 0.0  # added to the weight of the checkpoint
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
@@ -43,13 +43,13 @@ def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def _read(checkpoint: Checkpoint, name: str, plus: float) -> Tensor:
-    """Returns a weight. What is added to it is added in float32, so that a narrower dtype of the file loses nothing."""
+    """Returns a weight. `plus` is added in float32, so that a narrower dtype of the file loses nothing."""
     values = checkpoint.read(name)
     return values if plus == 0 else values.float() + plus
 
 
 def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
-    """Returns where each weight goes, or raises if names or shapes do not fit. No matrix is read; `model` may be on the meta device."""
+    """Returns the destination of each weight, or raises if names or shapes do not match. No matrix is read; `model` may be on meta."""
     targets = weight_targets(model)
     found: dict[str, Target] = {}
     unknown, twice, misshapen = [], [], []
@@ -72,15 +72,15 @@ def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
 
 
 def weight_targets(model: Decoder) -> dict[str, Target]:
-    """Returns where each checkpoint name goes. Every parameter of the model, or part of one, is there exactly once."""
+    """Returns the destination of each checkpoint name. It contains every parameter of the model, or each part of one, exactly once."""
     rules = family_of(model.config).rules
     targets = {}
-    for parameter_name, parameter in model.named_parameters():  # a tied head is not listed: the embedding is
-        if (source := rules.find(parameter_name)) is not None:  # a parameter by itself
+    for parameter_name, parameter in model.named_parameters():  # a tied head is not listed, only the embedding
+        if (source := rules.find(parameter_name)) is not None:  # a single parameter
             targets[source] = Target(parameter_name, parameter.data)
             continue
         module_name, _, leaf = parameter_name.rpartition(".")
-        merged = rules.find(module_name) is not None  # one weight has all parts
+        merged = rules.find(module_name) is not None  # one weight contains all parts
         for part, rows in [(None, slice(None))] if merged else _parts(model.get_submodule(module_name)):
             source = rules.checkpoint_module(module_name, part)
             label = parameter_name if part is None else f"{parameter_name}[{part}]"
@@ -93,7 +93,7 @@ def _parts(module: nn.Module) -> Iterable[tuple[str | None, slice]]:
 
 
 def _redundant(name: str, model: Decoder) -> bool:
-    """Whether this is a tensor of old checkpoints that follows from the others."""
+    """Whether this is a redundant tensor of old checkpoints."""
     head = family_of(model.config).rules.find("head")
     return name.endswith(".rotary_emb.inv_freq") or (name == f"{head}.weight" and model.config.tie_embeddings)
 
@@ -124,15 +124,15 @@ def _finalize(model: Decoder) -> None:
             module.finalize()
 
 
-# -- matrix by matrix, so that no dense copy of a model is ever held
+# -- matrix by matrix, so that a dense copy of the whole model never exists
 #
-# Quantised parts stay codes, and 8-bit floats stay such on a device. Parts that make up one matrix (q, k, v) must be of one kind:
-# codes take the most bits and the smallest group of any. If one of them is stored as floats, or has its columns in another order, all
+# Quantised parts stay quantised, and 8-bit floats stay so on a device. Parts of one matrix (q, k, v) must have one format:
+# the most bits and the smallest group of any. If one of them is stored as floats, or has another column order, all
 # of them become floats.
 
 
 class StoredParameters:
-    """Reads a model's parameters from a checkpoint by their names in the model. Parts of one matrix are joined.
+    """Reads a model's parameters from a checkpoint by their names in the model. Parts of one matrix are concatenated.
 
     The model itself needs no memory.
     """
@@ -152,7 +152,7 @@ class StoredParameters:
         return (sum(part[0] for part in parts), *parts[0][1:])
 
     def floats(self, name: str) -> Tensor:
-        """Returns floats that may be a view of the file: copy them to keep them."""
+        """Returns floats that may be a view of the file: the caller must copy them to keep them."""
         labels = self._labels(name)
         if len(labels) == 1:
             return self._read(labels[0]).float()
@@ -170,7 +170,7 @@ class StoredParameters:
         return _read(self.checkpoint, self._stored[label], self._plus[label])
 
     def blocks(self, name: str) -> list[Blocks] | None:
-        """Returns the parts of a matrix as a GGUF file has them, if all are codes of the same columns that can be packed as they are."""
+        """Returns the parts of a matrix in their GGUF format, if all are quantised, have the same columns and can be packed directly."""
         if not isinstance(self.checkpoint, GGUFCheckpoint):
             return None
         found = [self.checkpoint.blocks(self._stored[label]) for label in self._labels(name)]
@@ -181,7 +181,7 @@ class StoredParameters:
         return _joined(self._quantised(name))
 
     def codes_or_fp8(self, name: str, device: torch.device) -> PackedWeight | Fp8Matrix | None:
-        """As `codes`, but 8-bit floats stay such, and come on a device, if kernels there can read their scales."""
+        """Like `codes`, but 8-bit floats stay so, on the device, if its kernels support their scales."""
         parts = self._quantised(name)
         floats = [part for part in parts if isinstance(part, Fp8Weight)]
         fp8 = on_device(floats, device) if len(floats) == len(parts) else None
@@ -191,7 +191,7 @@ class StoredParameters:
         return [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
 
     def _labels(self, name: str) -> list[str]:
-        """Returns the labels of a parameter's parts, or of the parameter if one weight of the checkpoint has all of them."""
+        """Returns the labels of a parameter's parts, or of the parameter if one weight of the checkpoint contains all parts."""
         module = self._modules.get(name.rpartition(".")[0])
         if name in self._stored:
             return [name]
@@ -199,7 +199,7 @@ class StoredParameters:
 
 
 def _joined(parts: list[Quantised | None]) -> PackedWeight | None:
-    """Returns the codes of a matrix, or None if it has to be floats."""
+    """Returns the quantised matrix, or None if it must become floats."""
     found = [folded(part) for part in parts if part is not None]
     if len(found) < len(parts) or not mergeable(found):
         return None
@@ -210,7 +210,7 @@ class NativeWeights:
     """Packs weights into the panels of the native program."""
 
     def __init__(self, parameters: StoredParameters, library: NativeLibrary, dtype: str) -> None:
-        """`dtype`: for weights that are not stored as codes."""
+        """`dtype`: for weights that are not stored quantised."""
         self._parameters = parameters
         self._library = library
         self._kind, self.dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
@@ -219,7 +219,7 @@ class NativeWeights:
         return np.array(self._parameters.floats(name).numpy())
 
     def rows(self, name: str) -> Tensor:
-        """Returns a matrix as it is, to look rows up in."""
+        """Returns a matrix for row lookups, without packing."""
         found = torch.empty(self._parameters.shape(name), dtype=self.dtype)
         blocks = self._parameters.blocks(name)
         if blocks is None:
@@ -230,9 +230,9 @@ class NativeWeights:
         return found
 
     def matrix(self, module: str, alternate: bool = False, columns: int = 0, experts: int = 1) -> PackedMatrix:
-        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn.
+        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half alternate.
 
-        `experts`: how many have equally many of the rows, each in panels of its own
+        `experts`: the number of experts, which have equally many rows each, in separate panels
         """
         name, bias = f"{module}.weight", f"{module}.bias"
         if (blocks := self._parameters.blocks(name)) is not None:
@@ -246,7 +246,7 @@ class NativeWeights:
         return self._pack_codes(weight, biases, rows)
 
     def _pack_blocks(self, parts: list[Blocks], order: Tensor | None, bias: str) -> PackedMatrix:
-        """Packs blocks of a GGUF file without a copy in between, into what `PackedWeight` would hold."""
+        """Packs blocks of a GGUF file without an intermediate copy, with the same result as through `PackedWeight`."""
         factor = max(factor_for(part.name, largest_of_blocks(part.raw, part.kind, self._library)) for part in parts)
         biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
         return pack_blocks(self._library, parts, factor, biases, None if order is None else order.numpy())
@@ -263,9 +263,9 @@ class NativeWeights:
 
 
 def _panel_order(rows: int, alternate: bool, experts: int) -> Tensor | None:
-    """Returns the order in which panels take the rows, or None if it is their own; -1 is a row of zeros.
+    """Returns the row for each row of the panels, or None for the original order; -1 is a row of zeros.
 
-    With `alternate`, 16 rows of each half of an expert follow each other.
+    With `alternate`, 16 rows of each half of an expert alternate.
     """
     parts = 2 * experts if alternate else experts
     size = rows // parts
@@ -273,7 +273,7 @@ def _panel_order(rows: int, alternate: bool, experts: int) -> Tensor | None:
         return None
     index = torch.full((-(-size // PANEL) * PANEL,), -1)
     index[:size] = torch.arange(size)
-    every = torch.where(index < 0, -1, index + size * torch.arange(parts)[:, None])  # [parts, whole panels of a part]
+    every = torch.where(index < 0, -1, index + size * torch.arange(parts)[:, None])  # [parts, rows of a part in whole panels]
     return every.view(experts, parts // experts, -1, PANEL).transpose(1, 2).flatten()
 
 
@@ -289,9 +289,9 @@ def _taken(values: Tensor, order: Tensor | None) -> NDArray[np.float32]:
 def load_packed(model: Decoder, stored: StoredParameters) -> None:
     """Fills a model that was built with the scheme `Packed`, on the device of its norms.
 
-    An embedding that is not the matrix of the head is kept as floats: its rows are looked up, not multiplied.
+    An embedding that is not tied to the head stays in floats: its rows are looked up, not multiplied.
     """
-    for name, parameter in model.named_parameters():  # norms and biases: the matrices are not there yet
+    for name, parameter in model.named_parameters():  # norms and biases: the matrices do not exist yet
         stored.copy(name, parameter.data)
     of_experts = {linear for stack in model.modules() if isinstance(stack, ExpertStack) for linear in stack.children()}
     for name, module in model.named_modules():
@@ -300,7 +300,7 @@ def load_packed(model: Decoder, stored: StoredParameters) -> None:
 
 
 def _fill(layer: Linear | Embedding | LMHead, name: str, stored: StoredParameters, model: Decoder, as_fp8: bool) -> None:
-    """`as_fp8`: 8-bit floats stay such, where their scales allow it; else they become codes"""
+    """`as_fp8`: 8-bit floats stay so if their scales are supported; otherwise they are converted to integers"""
     device, dtype = model.device, model.dtype
     looked_up = isinstance(layer, Embedding) and not model.config.tie_embeddings
     assert isinstance(layer.scheme, Packed)

@@ -1,7 +1,7 @@
-"""A file whose bytes are used once, from its beginning to its end or nearly so: it is mapped, and little of it is in memory at a time.
+"""A mapped file that is used once, approximately from its beginning to its end, with little of it in memory at a time.
 
-What comes next is read from the disk while what is there is used. What was handed out some time ago is given back; a view of it stays
-good, since its bytes are read again if somebody looks.
+Data ahead is read from the disk while earlier data is used. Older ranges are released from memory; a view of them stays
+valid, since its bytes are read again on access.
 """
 
 import mmap
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-AHEAD = 64 * 2**20  # bytes that are read before they are asked for
-KEPT = 256 * 2**20  # bytes of tensors that are not given back: parts of one matrix are used together
-UNIT = mmap.PAGESIZE  # of memory: what the kernel reads and drops
+AHEAD = 64 * 2**20  # bytes that are read ahead
+KEPT = 256 * 2**20  # bytes of recent tensors that are not released: parts of one matrix are used together
+UNIT = mmap.PAGESIZE  # of memory: the granularity at which the kernel reads and drops
 
 
 class MappedFile:
@@ -26,7 +26,7 @@ class MappedFile:
         self._handed_bytes = 0
 
     def bytes(self, offset: int, size: int) -> Tensor:
-        """Returns a view, which must not be written to."""
+        """Returns a view, which must not be modified."""
         self._read_ahead(offset, offset + size)
         self._give_back_others(range(offset, offset + size))
         return self._data[offset : offset + size]

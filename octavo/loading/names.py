@@ -1,11 +1,11 @@
-"""Names of models, and which files of a repository a model is made of. No network here: names in, names out.
+"""Names of models, and the files of a repository that make up a model. There is no network access: names in, names out.
 
-    SmolLM2-135M-Instruct      the default model, without an owner before it
-    owner/name                 the safetensors of a repository, with everything a folder needs; or its only GGUF file
+    SmolLM2-135M-Instruct      the default model, without an owner
+    owner/name                 the safetensors of a repository, with all other files a folder needs; or its only GGUF file
     owner/name@revision        the same at a branch, tag or commit
     owner/name:Q4_K_M          that GGUF file of a repository; also owner/name@revision:Q4_K_M
 
-What could run code (.bin, .pt, .py) is never chosen, nor what lies in subfolders (original/, onnx/), save a GGUF file.
+Files that could run code (.bin, .pt, .py) are never selected, nor files in subfolders (original/, onnx/), except a GGUF file.
 """
 
 import difflib
@@ -30,7 +30,7 @@ _REPO = re.compile(r"\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
 _REVISION = re.compile(r"\w[\w.+-]*(/[\w.+-]+)*", re.ASCII)
 _QUANT = re.compile(r"[.-]((?:UD-)?I?Q[0-9]\w*|TQ[0-9]\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
 _SPLIT = re.compile(r"-[0-9]{5}-of-([0-9]{5})$")
-_NOT_A_MODEL = ("mmproj", "imatrix")  # GGUF files that stand beside models: image projectors, statistics
+_NOT_A_MODEL = ("mmproj", "imatrix")  # GGUF files next to models: image projectors, statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class HubName:
 
     @property
     def shown(self) -> str:
-        """The name as it was typed, without the revision."""
+        """The name as the user typed it, without the revision."""
         return self.repo if self.quant is None else f"{self.repo}:{self.quant}"
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Returns the name that `text` spells, or None if it is not of the form of a hub name, such as a path."""
+    """Parses a hub name. Returns None if `text` does not have that form, such as a path."""
     match = _NAME.fullmatch(text)
     if match is None or not _is_repo(match["repo"]) or (match["quant"] is None and text.endswith(".gguf")):
         return None
@@ -60,7 +60,7 @@ def _is_repo(text: str) -> bool:
 
 
 def _is_revision(text: str) -> bool:
-    """Whether this can be a revision. It becomes part of a path in the cache."""
+    """Whether this is a valid revision. It becomes part of a path in the cache."""
     return bool(_REVISION.fullmatch(text)) and ".." not in text and len(text) <= 200
 
 
@@ -79,7 +79,7 @@ def at_revision(name: HubName, revision: str | None) -> HubName:
 
 
 def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
-    """Returns the GGUF file to take of a repository, or None if the model is its safetensors folder. An error says why it is neither."""
+    """Returns the GGUF file to use from a repository, or None if the model is its safetensors folder. Raises if it is neither."""
     files = list(files)
     whole = gguf_labels(files)
     split = {_label(file) for file in files if _is_gguf(file)} - set(whole.values())
@@ -106,7 +106,7 @@ def _is_gguf(file: str) -> bool:
 
 
 def _label(file: str) -> str:
-    """Returns Q4_K_M for Tiny-1B.Q4_K_M.gguf, or the whole stem if it names no kind."""
+    """Returns Q4_K_M for Tiny-1B.Q4_K_M.gguf, or the whole stem if it contains no kind."""
     stem = _SPLIT.sub("", PurePosixPath(file).stem)
     found = _QUANT.search(stem)
     return found[1] if found else stem
@@ -137,13 +137,13 @@ def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: 
 
 
 def choose_texts(files: Iterable[str]) -> list[str]:
-    """Returns the files that a folder needs beside its weights: configs, tokenizer, templates."""
+    """Returns the files that a folder needs besides its weights: configs, tokenizer, templates."""
     named = ("tokenizer.model", "merges.txt")
     return sorted(file for file in files if "/" not in file and (file.endswith((".json", ".jinja")) or file in named))
 
 
 def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str] | None) -> list[str]:
-    """Returns the safetensors files of a folder: those that its index names, so never a second copy such as consolidated.safetensors."""
+    """Returns the safetensors files of a folder: only those in its index, so never a second copy such as consolidated.safetensors."""
     if weight_map is None:
         return [SINGLE]
     there = {file for file in files if "/" not in file and file.endswith(".safetensors")}
@@ -153,11 +153,11 @@ def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str
     return shards
 
 
-# -- the default model: a GGUF file inside an installed package, found by the package's file list; its code never runs
+# -- the default model: a GGUF file inside an installed package, found through the package's file list; its code is never executed
 
 
 def is_default_name(model: str) -> bool:
-    """Whether `model` is the default model's bare name. With an owner before it, it is a name on the hub, which has other files."""
+    """Whether `model` is the default model's bare name. With an owner, it is a name on the hub, which has other files."""
     return model.lower() == NAME.lower()
 
 

@@ -1,7 +1,7 @@
-"""`hf_overrides`: keys of a config.json that the user sets instead of its makers. No torch here: plans use it.
+"""`hf_overrides`: keys of a config.json that the user overrides. It uses no torch, because plans use it.
 
-A value replaces the one of the file; only `text_config` is merged key by key. A key that neither the file has nor the family of the
-model reads is refused, because it would change nothing.
+A value replaces the one of the file; only `text_config` is merged key by key. A key that is neither in the file nor read by the
+model's family is refused, because it would have no effect.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from octavo.errors import ConfigError, nearest
 from octavo.model_config import ModelConfig
 from octavo.models.registry import read_config
 
-MERGED = "text_config"  # holds a whole config of its own
-ROPE, OLDER_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"  # two names of one thing, of which readers take the first
+MERGED = "text_config"  # contains a whole config
+ROPE, OLDER_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"  # two names of the same key; readers use the first one present
 
 
 class _Asked(dict[str, Any]):
-    """Remembers which keys a reader asked for."""
+    """Records which keys a reader requested."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         super().__init__(raw)
@@ -35,13 +35,13 @@ class _Asked(dict[str, Any]):
 
 
 def overridden(raw: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a config.json with the overrides in it."""
+    """Returns a config.json with the overrides applied."""
     if not overrides:
         return raw
     merged = {**raw, **overrides}
     if isinstance(inner := raw.get(MERGED), dict) and isinstance(overrides.get(MERGED), dict):
         merged[MERGED] = {**inner, **overrides[MERGED]}
-    if THETA in overrides:  # also where the file has it among the others of its rotation, which would win
+    if THETA in overrides:  # also if the file has it among its rotation parameters, which would take precedence
         inside = [key for key in (ROPE, OLDER_ROPE) if key not in overrides and isinstance(merged.get(key), dict) and THETA in merged[key]]
         merged |= {key: {**merged[key], THETA: overrides[THETA]} for key in inside}
     if OLDER_ROPE in overrides and ROPE not in overrides and isinstance(rope := merged.pop(ROPE, None), dict) and THETA in rope:
@@ -50,7 +50,7 @@ def overridden(raw: dict[str, Any], overrides: dict[str, Any] | None) -> dict[st
 
 
 def read_overridden(raw: dict[str, Any], overrides: dict[str, Any] | None, source: str) -> ModelConfig:
-    """Reads a config.json with the overrides in it. `source`: the file, for messages"""
+    """Reads a config.json with the overrides applied. `source`: the file, for messages"""
     if not overrides:
         return read_config(raw, source)
     merged = _Asked(overridden(raw, overrides))

@@ -1,10 +1,10 @@
-"""AWQ, GPTQ, FP8 and compressed-tensors: the tensors of a quantised module, which the other code sees as one weight.
+"""AWQ, GPTQ, FP8 and compressed-tensors: presents the tensors of a quantised module as one weight.
 
     MODULE.qweight  .qzeros  .scales  .g_idx                        ->  MODULE.weight
     MODULE.weight_packed  .weight_scale  .weight_zero_point  ...    ->  MODULE.weight
     MODULE.weight in 8 bits  .weight_scale  ...                     ->  MODULE.weight
 
-The names and kinds of the tensors say which modules are quantised, and `quantization_config` says how. Sizes are checked from headers.
+The names and dtypes of the tensors tell which modules are quantised, and `quantization_config` tells how. Sizes are checked from headers.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class Header(NamedTuple):
 
 
 def part_dtype(name: str, stored: str, config: QuantConfig) -> torch.dtype | None:
-    """Returns the dtype of a tensor that is no usual float, if a quantised module may have such a part; else None."""
+    """Returns the dtype of a tensor that is not a usual float, if a quantised module may have such a part; otherwise None."""
     if config.layout == "mxfp4":
         return torch.uint8 if stored == "U8" and name.endswith(STACKED_CODES) else None
     allowed = WHOLE_NUMBERS[config.layout].get(stored, ())
@@ -50,10 +50,10 @@ class PackedModule:
     name: str
     config: QuantConfig
     layout: Layout
-    tensors: tuple[str, ...]  # the first of them are the codes
+    tensors: tuple[str, ...]  # codes first
 
     def check(self, part: Part) -> None:
-        if not self.config.desc_act:  # else a part that is no whole groups becomes floats
+        if not self.config.desc_act:  # otherwise a part that is not whole groups becomes floats
             self.layout.cut(self.name, part.rows, part.columns)
 
     def floats(self, read: Callable[[str], Tensor], part: Part) -> Tensor:
@@ -63,7 +63,7 @@ class PackedModule:
         return cut(weight.dequantize(), Part(columns=part.columns))
 
     def codes(self, read: Callable[[str], Tensor], part: Part) -> Quantised | None:
-        """With act-order the columns of a rank come from any group. It keeps codes only where they are whole groups."""
+        """With act-order the columns of a rank come from any group. It stays quantised only if they are whole groups."""
         weight = self._unpacked(read, part)
         if isinstance(weight, Fp8Weight):
             return weight
@@ -71,7 +71,7 @@ class PackedModule:
         return None if in_groups is None else in_groups.fold()
 
     def _unpacked(self, read: Callable[[str], Tensor], part: Part) -> Fp8Weight | ZeroPointWeight:
-        """Returns these rows and columns, but with act-order all columns: which of them a rank has is known when they are read."""
+        """Returns these rows and columns, but with act-order all columns: those of a rank are only known when the order is read."""
         tensors = {name: read(name) for name in self.tensors}
         if self.config.layout == "fp8":
             return unpack_fp8(tensors, self.name, self.config, part.rows, part.columns)
@@ -80,7 +80,7 @@ class PackedModule:
 
 
 def find_packed(headers: Mapping[str, Header], config: QuantConfig) -> list[PackedModule]:
-    """Returns all quantised modules. Each has been checked to be complete, with tensors of matching sizes."""
+    """Returns all quantised modules. Each has been checked for completeness and matching tensor sizes."""
     stored = {dtype: name for name, dtype in DTYPES.items()}
     codes = f".{config.codes_part}"
     found = [name for name, header in headers.items() if config.is_codes(stored.get(header.dtype, ""), name.rpartition(".")[2])]

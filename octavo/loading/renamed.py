@@ -1,7 +1,7 @@
-"""A checkpoint under other names. What no name leads to is not shown.
+"""A checkpoint with renamed weights. Weights without a new name are hidden.
 
-A model of text and images has its text part under a prefix of its own. `under_rules` gives its weights the names that a model of
-text alone has, which are those of its family's rules.
+A model for text and images has its text part under a prefix. `under_rules` gives its weights the names of a text-only model,
+which are those of its family's rules.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def under_rules(stored: FileCheckpoint, rules: Rules) -> FileCheckpoint:
 
 class RenamedWeights:
     def __init__(self, stored: Checkpoint, stored_name: Mapping[str, str]) -> None:
-        """`stored_name`: by the name that is shown"""
+        """`stored_name`: stored name by visible name"""
         self.source = stored.source
         self._whole = stored
         self._stored_name = stored_name
@@ -53,10 +53,10 @@ class RenamedWeights:
 
 
 class RenamedCheckpoint(RenamedWeights):
-    """Of files: parts of weights can be read, too."""
+    """The same for files: parts of weights can be read, too."""
 
     def __init__(self, stored: FileCheckpoint, stored_name: Mapping[str, str], mark: bytes = b"") -> None:
-        """`mark`: makes the digest another one, where these are not all weights"""
+        """`mark`: changes the digest if these are not all weights"""
         super().__init__(stored, stored_name)
         self._stored = stored
         self._mark = mark

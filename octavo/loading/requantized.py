@@ -1,13 +1,14 @@
-"""Weights that differ from those of a file: in another form, as the setting `quantization` wants it, or random ones.
+"""Weights that differ from those of a file: converted to the format of the setting `quantization`, or random.
 
-    auto          as it is: codes stay codes, floats stay floats
-    none          floats: codes are dequantised
-    int8, int4    codes of 8 or 4 bits in every matrix of a product (`policy/model_size.py` says which); codes of the file are
-                  dequantised first, so that what their makers rounded is rounded once more
+    auto          unchanged: quantised weights stay quantised, floats stay floats
+    none          floats: quantised weights are dequantised
+    int8, int4    8-bit or 4-bit weights in every matrix of a product (`policy/model_size.py` lists which); quantised weights of
+                  the file are dequantised first, so that they are rounded a second time
 
-The native program and a GPU keep the codes, and torch gets the numbers that they stand for. A GPU has larger groups. Floats become
-codes on the device that will hold them. Dummy weights are drawn as codes: quantising random numbers gives other random numbers.
-So are those that the model's config says are codes of MXFP4. Where it says FP8, they are 8-bit floats with scales, as a file has them.
+The native program and a GPU store the quantised weights, and torch gets the dequantised ones. A GPU has larger groups. Floats are
+quantised on the device that will store them. Dummy weights are drawn as quantised values: quantising random numbers would give other
+random numbers. So are weights that are MXFP4 according to the model's config. If it says FP8, they are 8-bit floats with scales, as
+in a file.
 """
 
 from collections.abc import Mapping
@@ -35,18 +36,18 @@ from octavo.quant.fp8 import Fp8Weight, Quantised
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.quant_config import FP8_GROUP, QuantConfig, whole_group
 
-STD = 0.02  # of random weights
-FP4_SCALE = 2.0**-9  # or twice that: the numbers of FP4, which a table has doubled, are 5.9 in the mean
-FP8_SPREAD = 60.0  # of random 8-bit floats, of which none is as large as the largest there is
+STD = 0.02  # standard deviation of random weights
+FP4_SCALE = 2.0**-9  # or twice that: the numbers of FP4, which a table has doubled, are 5.9 on average
+FP8_SPREAD = 60.0  # of random 8-bit floats, all below the largest possible one
 CPU = torch.device("cpu")
-POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
+POOL = 4_000_037  # values drawn; a prime, so that repetitions never align with the rows of a matrix
 
 
 class DummyCheckpoint:
-    """Random weights of a plausible size, for trying out shapes: the same for the same seed, and made when they are read.
+    """Random weights of a plausible size, for testing shapes: deterministic for a seed, and created when they are read.
 
-    There is one for every weight of `model`, which may be on the meta device. Norms become ones.
-    `codes`: the form of those weights that are drawn as codes; `quantization`: what the config says of them
+    There is one for every weight of `model`, which may be on the meta device. Norms are ones.
+    `codes`: the format of those weights that are drawn quantised; `quantization`: according to the config
     """
 
     source = "dummy weights"
@@ -86,7 +87,7 @@ class DummyCheckpoint:
         return torch.full(shape, 1 - self._plus[name]) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
 
     def check_part(self, name: str, part: Part) -> None:
-        """Any part can be made."""
+        """Any part can be created."""
 
     def read_part(self, name: str, part: Part) -> Tensor:
         return cut(self.read(name), part)
@@ -103,7 +104,7 @@ class DummyCheckpoint:
         return replace(packed, codes=cut(packed.codes, part), scale=scale, offset=offset)
 
     def _draw_fp8(self, name: str, fp8: QuantConfig) -> Fp8Weight:
-        """Returns a matrix of random 8-bit floats. Its scales differ by a factor of three at most."""
+        """Returns a matrix of random 8-bit floats. Its scales differ by at most a factor of three."""
         n, k = self._shapes[name]
         rows, columns = fp8.block or (1, k)
         values = (self._taken(self._pool, name, n * k).view(n, k) * (FP8_SPREAD / STD)).to(torch.float8_e4m3fn)
@@ -113,7 +114,7 @@ class DummyCheckpoint:
         return Fp8Weight(module, values, scale.view(-(-n // rows), -1), (rows, columns), (0, 0), whole_group(name, FP8_GROUP, k))
 
     def draw(self, name: str, codes: Codes) -> PackedWeight:
-        """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""
+        """Returns a matrix of random codes. The scales of its groups differ by at most a factor of three."""
         n, k = self._shapes[name]
         most = 2**codes.bits - 1
         drawn = self._taken(self._bytes, name, n * k).view(n, k) & most
@@ -121,12 +122,12 @@ class DummyCheckpoint:
             scale = FP4_SCALE * (1 + self._taken(self._bytes, name, n * k // codes.group).view(n, -1) % 2)
             table, offset = FP4_TABLE.to(drawn.device), scale * -FP4_MIDDLE
             return PackedWeight(codes.bits, codes.group, drawn, scale.half(), offset.half(), 1.0, table=table)
-        spread = STD * (12 / ((most + 1) ** 2 - 1)) ** 0.5  # the scale that makes weights as large as the floats are
+        spread = STD * (12 / ((most + 1) ** 2 - 1)) ** 0.5  # the scale for which weights are as large as the floats
         scale = spread * (0.5 + self._taken(self._bytes, name, n * k // codes.group).view(n, -1) / 256)
         return PackedWeight(codes.bits, codes.group, drawn, scale.half(), (scale * (-most / 2)).half(), 1.0)
 
     def _taken(self, pool: Tensor, name: str, count: int) -> Tensor:
-        """Returns numbers of the pool, which repeats, from where the weight before this one ended."""
+        """Returns numbers of the pool, which repeats, starting where the previous weight ended."""
         pieces, start = [], self._start[name]
         while count:
             pieces.append(pool[start : start + count])
@@ -147,7 +148,7 @@ class DummyCheckpoint:
 def as_wanted(
     checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig, device: torch.device = CPU, form: str = "cpu"
 ) -> Checkpoint:
-    """Returns a checkpoint in the wanted form. `form`: for which device the codes are made, cpu or cuda."""
+    """Returns a checkpoint in the wanted format. `form`: the device whose quantised format is used, cpu or cuda."""
     return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, describe(config), device, form)
 
 

@@ -1,13 +1,13 @@
-"""`ModelShape`: all that a memory plan has to know of a model, read from its config and headers. No weight is read.
+"""`ModelShape`: all that a memory plan needs to know of a model, from its config and headers. No weight is read.
 
-    a folder              config.json; the sizes of its safetensors files, and their headers where they are quantised
+    a folder              config.json; the sizes of its safetensors files, and their headers if they are quantised
     a .gguf file          its header: metadata, and the kind and shape of every tensor
-    a config.json alone   what a model of this shape would need
+    a config.json alone   the memory that a model of this shape would need
     a name on the hub     the same, from a copy in the cache or by range requests
     nothing               the default model
 
-Quantised weights stay codes in the native program and on a GPU. For torch they are unpacked, one tensor at a time and in the
-order of the file. The header also tells how much memory either way of loading takes at most.
+Quantised weights stay quantised in the native program and on a GPU. For torch they are dequantised, one tensor at a time and in the
+order of the file. The header also determines the peak memory of loading in either way.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
 from octavo.quant.quant_config import FP8_GROUP, QuantConfig, read_quant_config, whole_group
 
 FLOAT_BITS = 16
-UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
-REQUANTISED_BYTES = 6  # while it is quantised out of such floats, or into them: those, its code, and shares of its group's
+UNPACKED_BYTES = 6  # per weight while it is dequantised: float32, and intermediate parts
+REQUANTISED_BYTES = 6  # per weight while it is quantised from such floats, or dequantised: those, its code, and a share of its scales
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name in the file -> (dtype or GGUF kind, shape), in the order of the file
 GGUF_CODES = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), Codes(4, 32)),
@@ -57,13 +57,13 @@ GGUF_CODES = {
     **dict.fromkeys(("TQ1_0", "TQ2_0"), Codes(4, 128)),
 }
 MXFP4_CODES, BLOCKS = Codes(4, 32, table="FP4"), "_blocks"  # of all experts, in folders
-SOME_ORDER = "act-order"  # where the order was not read: one for all modules, since it is found from the same inputs
+SOME_ORDER = "act-order"  # if the order was not read: one for all modules, since they have the same inputs
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     name: str  # Hugging Face's
-    kind: str  # to show: BF16, Q4_K, AWQ
+    kind: str  # for display: BF16, Q4_K, AWQ
     size: int  # numbers, not bytes
     codes: Codes | None = None  # None: floats
 
@@ -71,10 +71,10 @@ class StoredWeight:
 def stored_weights(
     tensors: Tensors, source: str, quantization: QuantConfig | None, rules: Rules, orders: Mapping[str, str] | None = None
 ) -> tuple[StoredWeight, ...]:
-    """Returns how each weight is stored, as headers say it.
+    """Returns how each weight is stored, from headers.
 
         GGUF          by the kind of each tensor
-        folders       by `quantization_config`, for modules that have codes; their other tensors belong to them
+        folders       by `quantization_config`, for quantised modules; their other tensors are part of them
         all others    floats
 
     `source`: for messages; `orders`: of the columns of each module with act-order, if they are known
@@ -101,13 +101,13 @@ def _leaf(name: str) -> str:
 
 
 def _unstacked(name: str, kind: str, shape: tuple[int, ...], rules: Rules) -> list[StoredWeight]:
-    """Returns the weights that a tensor holds: one, or one of every expert."""
+    """Returns the weights in a tensor: one, or one of every expert."""
     named, size, codes = rules.of_gguf(name) or name, prod(shape), GGUF_CODES.get(kind)
     modules = rules.stacked(name.removesuffix(BLOCKS))
     if modules is not None and name.endswith(BLOCKS):
         kind, size, codes = "MXFP4", 2 * size, MXFP4_CODES
     stacked = [named] if "*" in named else [f"{module}.weight" for module in modules or ()]
-    count = shape[0] if len(shape) > 1 and shape[0] <= MAX_EXPERTS else 0  # else opening the file will raise the error
+    count = shape[0] if len(shape) > 1 and shape[0] <= MAX_EXPERTS else 0  # otherwise opening the file will raise the error
     names = [of_expert(one, expert) for expert in range(count) for one in stacked] or [named]
     return [StoredWeight(one, kind, size // len(names), codes) for one in names]
 
@@ -134,7 +134,7 @@ def of_folder(files: Iterable[Path], source: str, quantization: QuantConfig, rul
 
 
 def _order(path: Path, begin: int, entry: Entry, group_size: int) -> str:
-    """Returns a digest of the order of columns, or nothing if they stand in the order of their groups."""
+    """Returns a digest of the order of columns, or nothing if they are in the order of their groups."""
     if entry.stop - entry.start > path.stat().st_size:
         return SOME_ORDER  # opening the file will raise the error
     with path.open("rb") as file:
@@ -164,15 +164,15 @@ def _packed(source: str, module: str, size: int, columns: int, quantization: Qua
 class ModelShape:
     name: str
     config: ModelConfig
-    stored_bytes: int | None = None  # of the weights on disk, where there are any
-    weights: tuple[StoredWeight, ...] = ()  # in the order of the file, where a header was read
-    ranks: int = 1  # that share each matrix; the config and all that follows from it is then that of one
-    stage: Stage = ONLY  # of a pipeline; the same holds for its layers
+    stored_bytes: int | None = None  # of the weights on disk, if there are any
+    weights: tuple[StoredWeight, ...] = ()  # in the order of the file, if a header was read
+    ranks: int = 1  # that share each matrix; the config and everything derived from it is that of one rank
+    stage: Stage = ONLY  # of a pipeline; the same applies to its layers
 
     def of_rank(self, ranks: int, context: int = 1, expert_ranks: int = 1) -> "ModelShape":
-        """Returns the shape of one of several ranks. Refuses a model that they cannot share.
+        """Returns the shape of one of several ranks. Refuses a model that cannot be divided among them.
 
-        `context`: ranks that share a context; `expert_ranks`: those that have whole experts each
+        `context`: ranks that share a context; `expert_ranks`: the number of ranks that have whole experts
         """
         if ranks == 1:
             return self
@@ -185,7 +185,7 @@ class ModelShape:
         return [self._of_layers(Stage(index, count), layers) for index, layers in enumerate(self.stage_layers(count))]
 
     def stage_layers(self, count: int) -> list[range]:
-        """Returns the layers of each stage. Every rank comes to the same result, before anything is loaded."""
+        """Returns the layers of each stage. Every rank computes the same result, before anything is loaded."""
         if count == 1:
             return [range(self.config.num_layers)]
         if (why := describe(self.config).several_tables()) is not None:
@@ -227,7 +227,7 @@ class ModelShape:
     def needs(
         self, dtype: str, quantization: Quantization = "auto", kv_cache_dtype: str = "auto", native_threads: int = 0, device: str = "cpu"
     ) -> ModelNeeds:
-        """Returns what a memory plan has to know. On a CPU without native threads, torch computes."""
+        """Returns the data for a memory plan. On a CPU without native threads, torch computes."""
         cache_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         specs, item = cache_specs(self.config, cache_dtype), ITEM_BYTES[dtype]
         if device == "cuda":
@@ -241,7 +241,7 @@ class ModelShape:
         return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm())
 
     def _gpu_needs(self, dtype: str, cache_dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
-        """Returns the needs of a GPU. Files are read on the host, a matrix at a time; floats become codes on the device."""
+        """Returns the needs of a GPU. Files are read on the host, a matrix at a time; floats are quantised on the device."""
         item, forms = ITEM_BYTES[dtype], self._forms(quantization, "cuda")
         weights = gpu_weight_bytes(self.model, item, forms)
         sizes = [matrix.numbers for matrix in self.model.matrices] if quantization in ("int8", "int4") else [0]
@@ -250,17 +250,17 @@ class ModelShape:
         return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, device="cuda", slab=slab)
 
     def kept(self, dtype: str, quantization: Quantization, device: str = "cpu") -> list[Kept]:
-        """Returns how each matrix is kept, in the native program or on a GPU."""
+        """Returns how each matrix is stored, in the native program or on a GPU."""
         lay_out = gpu_matrices if device == "cuda" else native_matrices
         return lay_out(self.model, ITEM_BYTES[dtype], self._forms(quantization, device))
 
     def expands(self, one: Kept, quantization: Quantization) -> bool:
-        """Whether some of its parts are codes in the file, and it is kept as floats, because they cannot be merged or split."""
+        """Whether some of its parts are quantised in the file, but it is stored as floats, because they cannot be merged or split."""
         stored = {weight.name for weight in self.weights if weight.codes is not None}
         return quantization == "auto" and one.codes is None and not stored.isdisjoint(one.matrix.parts)
 
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
-        """Returns what each weight becomes when it is read, for a CPU or a GPU."""
+        """Returns the format of each weight after reading, for a CPU or a GPU."""
         if quantization == "auto":
             scattered, fp8 = self._scattered(), self._fp8() if device == "cuda" else set()
             forms = {weight.name: weight.codes for weight in self.weights}
@@ -273,15 +273,15 @@ class ModelShape:
         return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}
 
     def _fp8(self) -> set[str]:
-        """Returns the weights that a GPU keeps as 8-bit floats. Ranks keep codes."""
+        """Returns the weights that a GPU stores as 8-bit floats. Ranks convert them to integers."""
         spans = {weight.name: weight.codes.fp8_span for weight in self.weights if weight.codes is not None}
         matrices = [one for one in self.model.matrices if all(fits_fp8(one, spans.get(part, 0)) for part in one.parts)]
         return {part for one in matrices for part in one.parts} if self.ranks == 1 else set()
 
     def _scattered(self) -> set[str]:
-        """Returns the weights whose codes a rank cannot keep. With act-order the columns of a rank come from any group.
+        """Returns the weights that a rank cannot store quantised. With act-order the columns of a rank come from any group.
 
-        Where they happen to be whole groups, the rank keeps codes after all, and needs less than was counted.
+        If they happen to be whole groups, the rank stores them quantised after all, and needs less than was counted.
         """
         if self.ranks == 1:
             return set()
@@ -291,14 +291,14 @@ class ModelShape:
     def _loading_bytes(self, item: int, quantised_again: bool) -> int:
         filled = most = 0
         for weight in self.weights:
-            filled += weight.size * item  # a parameter takes memory when it is filled
+            filled += weight.size * item  # a parameter uses memory once it is filled
             on_the_way = REQUANTISED_BYTES if quantised_again else 0 if weight.codes is None else UNPACKED_BYTES
             most = max(most, filled + weight.size * on_the_way)
         return most
 
 
 def model_shape(model: str | None, revision: str | None = None, overrides: dict[str, Any] | None = None) -> ModelShape:
-    """Returns the shape of whatever a user may name, or of a config.json alone. `overrides`: the setting `hf_overrides`"""
+    """Returns the shape of any model that a user can name, or of a config.json alone. `overrides`: the setting `hf_overrides`"""
     if model is not None and Path(model).suffix == ".json" and Path(model).is_file():
         return _config_shape(Path(model), overrides)
     found = locate(model, revision)
@@ -342,7 +342,7 @@ def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
 
 
 def dummy_shape(source: ModelSource, config: ModelConfig) -> ModelShape:
-    """Returns the shape of random weights: floats, or MXFP4 and FP8 where the config says so."""
+    """Returns the shape of random weights: floats, or MXFP4 and FP8 according to the config."""
     stored = source.quantization
     if stored is None or (stored.method != "mxfp4" and stored.layout != "fp8"):
         return ModelShape(source.name, config)
@@ -355,8 +355,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _total_bytes(files: list[Path]) -> int | None:
-    """Returns None if some file is missing."""
+    """Returns None if any file is missing."""
     try:
         return sum(file.stat().st_size for file in files)
-    except (OSError, ValueError):  # missing, or no valid name: opening it will raise the error
+    except (OSError, ValueError):  # missing, or an invalid name: opening it will raise the error
         return None

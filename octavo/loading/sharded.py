@@ -1,11 +1,11 @@
-"""The weights of one rank of several, out of the files of the whole model.
+"""The weights of one of several ranks, from the files of the whole model.
 
-    ShardedCheckpoint    tensor parallel: the rank's part of each weight, under the weight's own name
-    of_experts           expert parallel: the experts of a rank, numbered from 0
-    of_stage             pipeline parallel: the layers of a stage, numbered from 0
+    ShardedCheckpoint    tensor parallelism: the rank's part of each weight, under the weight's own name
+    of_experts           expert parallelism: the experts of a rank, numbered from 0
+    of_stage             pipeline parallelism: the layers of a stage, numbered from 0
 
-So loaders fill a model that was built with the rank's config as they fill a whole one. What other ranks have is not read; but see
-`PackedModule` for act-order.
+So loaders fill a model that was built with the rank's config in the same way as a whole one. Data of other ranks is not read; for the
+exception with act-order see `PackedModule`.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from octavo.quant.packed import concatenate
 def of_rank(
     stored: FileCheckpoint, config: ModelConfig, size: int, rank: int, context: int = 1, expert_ranks: int = 1
 ) -> Checkpoint:
-    """Returns what one of `size` ranks has of a checkpoint.
+    """Returns the part of a checkpoint for one of `size` ranks.
 
-    `config`: of the whole model; `context`: ranks that share a context; `expert_ranks`: those that have whole experts each
+    `config`: of the whole model; `context`: ranks that share a context; `expert_ranks`: the number of ranks that have whole experts
     """
     if size == 1:
         return stored
@@ -43,7 +43,7 @@ def of_rank(
 
 class ShardedCheckpoint:
     def __init__(self, stored: FileCheckpoint, parts: Mapping[str, Part]) -> None:
-        """`parts`: by name; of a weight that is not there, the rank has all. Refuses parts that cannot be read by themselves."""
+        """`parts`: by name; a rank has all of any weight that is not listed. Refuses parts that cannot be read separately."""
         self.source = stored.source
         self._stored = stored
         self._parts = parts
@@ -56,7 +56,7 @@ class ShardedCheckpoint:
         return self._parts.get(name, WHOLE)
 
     def _check_size(self, name: str) -> None:
-        """Refuses a weight that is not as large as all its parts together: a loader sees one part, which may fit all the same."""
+        """Refuses a weight whose size differs from that of all its parts: a loader sees only one part, which could match anyway."""
         shape, part = self._stored.shape(name), self._part(name)
         axis = 0 if part.columns is None else 1
         if part.whole and shape[axis : axis + 1] != (part.whole,):
@@ -89,17 +89,17 @@ class ShardedCheckpoint:
         return found[0] if len(found) == 1 else concatenate(found)
 
     def fingerprint(self) -> bytes:
-        """Returns another digest for each rank and number of ranks: their caches differ."""
+        """Returns a different digest for each rank and number of ranks, because their caches differ."""
         return hashlib.blake2b(self._stored.fingerprint() + repr(sorted(self._parts.items(), key=str)).encode(), digest_size=32).digest()
 
 
 def _pieces(part: Part) -> list[Part]:
-    """Returns the parts that a file can read, one for each run of rows."""
+    """Returns the parts that a file can read, one for each range of rows."""
     return [Part(rows=run) for run in part.runs] or [part]
 
 
 def of_experts(stored: FileCheckpoint, count: int, own: range) -> FileCheckpoint:
-    """Returns a checkpoint with some of `count` experts, numbered from 0; another digest for each rank and number of ranks."""
+    """Returns a checkpoint with some of `count` experts, numbered from 0; with a different digest for each rank and number of ranks."""
     found: dict[str, str] = {}
     for name in stored.names():
         expert = Rules.expert(name)
@@ -113,7 +113,7 @@ def of_experts(stored: FileCheckpoint, count: int, own: range) -> FileCheckpoint
 def of_stage(stored: Checkpoint, layers: range, elsewhere: Collection[str], last: bool) -> Checkpoint:
     """Returns a checkpoint with some of the layers, numbered from 0. Its digest is that of all layers.
 
-    `elsewhere`: weights outside of layers that other stages have; `last`: also shows layers that the model does not have
+    `elsewhere`: weights outside of layers that other stages have; `last`: also include layers that the model does not have
     """
     found: dict[str, str] = {}
     for name in stored.names():

@@ -1,11 +1,11 @@
-"""Weights of experts that a folder keeps in one tensor for all of them: the other code sees a weight of each expert.
+"""Expert weights that a folder stores in one tensor for all experts: presents them as one weight per expert.
 
     NAME          [experts, columns, rows]                 floats
-    NAME_blocks   [experts, rows, columns / 32, 16] uint8  MXFP4: two codes of 4 bits a byte, the first in the lower half
-    NAME_scales   [experts, rows, columns / 32] uint8      and the exponents of their scales, from 127 on
+    NAME_blocks   [experts, rows, columns / 32, 16] uint8  MXFP4: two 4-bit codes per byte, the first in the lower half
+    NAME_scales   [experts, rows, columns / 32] uint8      and the exponents of their scales, with a bias of 127
     NAME_bias     [experts, rows]
 
-Rows of several parts take turns: gate 0, up 0, gate 1, up 1, ... `Stack` (`models/family.py`) says which tensors a family has.
+Rows of several parts alternate: gate 0, up 0, gate 1, up 1, ... `Stack` (`models/family.py`) lists such tensors of a family.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ from octavo.quant.packed import PackedWeight, pack
 from octavo.quant.quant_config import MXFP4_GROUP, STACKED_CODES
 
 BIAS, (BLOCKS, SCALES) = "_bias", STACKED_CODES
-NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what codes 0 to 7 stand for; from 8 on the same, negative
-MIDDLE = 16  # a power of two, from which the table counts
+NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of codes 0 to 7; from 8 on the same, negative
+MIDDLE = 16  # a power of two, by which the table is shifted
 TABLE = torch.tensor([MIDDLE + sign * number for sign in (1, -1) for number in NUMBERS], dtype=torch.uint8)
-ONE_HALF = 128  # the exponent of a scale of one, for numbers that are doubled
+ONE_HALF = 128  # the exponent for a factor of one on doubled numbers
 
 
 def unstacked(stored: FileCheckpoint, config: ModelConfig) -> FileCheckpoint:
-    """Returns a checkpoint with a weight of each expert, whichever way the files have them."""
+    """Returns a checkpoint with one weight per expert, for any format of the files."""
     rules, found = family_of(config).rules, {}
     for name in stored.names():
         tensor = next((name.removesuffix(end) for end in (BIAS, BLOCKS, SCALES) if name.endswith(end)), name)
@@ -44,9 +44,9 @@ def unstacked(stored: FileCheckpoint, config: ModelConfig) -> FileCheckpoint:
 
 
 class _Place(NamedTuple):
-    """Where a weight of one expert is."""
+    """The location of an expert's weight."""
 
-    tensor: str  # without the ending of blocks and scales
+    tensor: str  # without the suffix of blocks and scales
     expert: int
     turn: int  # its rows are this one, and every `turns`-th after it
     turns: int
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
 
 class UnstackedCheckpoint:
     def __init__(self, stored: FileCheckpoint, stacks: Mapping[str, tuple[str, ...]]) -> None:
-        """`stacks`: by tensor, the modules whose rows take turns in it, with a `*` for the expert"""
+        """`stacks`: tensor -> the modules whose rows alternate in it, with a `*` for the expert"""
         self.source = stored.source
         self._stored = stored
         self._there = frozenset(stored.names())
@@ -67,7 +67,7 @@ class UnstackedCheckpoint:
         self._plain = [name for name in stored.names() if name not in of_stacks]
 
     def _find(self, tensor: str, modules: tuple[str, ...]) -> dict[str, _Place]:
-        """Returns where the weights and biases of all experts are."""
+        """Returns the locations of the weights and biases of all experts."""
         self._check(tensor, len(modules))
         found: dict[str, _Place] = {}
         for leaf, ending in (("weight", ""), ("bias", BIAS)):
@@ -82,7 +82,7 @@ class UnstackedCheckpoint:
         return 0 if name is None else self._stored.shape(name)[0]
 
     def _check(self, tensor: str, turns: int) -> None:
-        """Refuses tensors that cannot be taken apart. Whether they are as large as the model wants is checked when it is loaded."""
+        """Refuses tensors that cannot be split into weights. Whether their sizes match the model is checked during loading."""
         shapes = {end: self._stored.shape(tensor + end) for end in ("", BIAS, BLOCKS, SCALES) if tensor + end in self._there}
         dims = {"": 3, BIAS: 2, BLOCKS: 4, SCALES: 3}
         rows = {"": -1, BIAS: -1, BLOCKS: 1, SCALES: 1}

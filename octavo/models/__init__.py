@@ -1,1 +1,1 @@
-"""The model families, each by lazy name."""
+"""The model families, which are imported by name when they are needed."""

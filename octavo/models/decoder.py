@@ -1,9 +1,9 @@
-"""The shell every decoder shares: embed, layers over a residual stream, final norm, logits.
+"""The common part of every decoder: embedding, layers over a residual stream, final norm, logits.
 
-A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is what the last sub-layer adds to the stream, and is
-added by the next norm. How it orders norms, mixer and MLP is its own business. Its second method, `sampled`, is for the last
-layer: after the mixer each token is by itself, so that only the tokens to sample from have to go through the rest.
-The batch that a layer gets is that of its cache group, so that no layer has to know of groups.
+A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is the output of the last sub-layer, which the
+next norm adds to the stream. A layer decides the order of its norms, mixer and MLP. Its second method, `sampled`, is for the last
+layer: after the mixer tokens are independent, so only the tokens to sample from need the rest.
+The batch that a layer receives is that of its cache group, so layers do not depend on groups.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from octavo.quant.schemes import QuantScheme
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What the stream is multiplied by where it begins, and the logits where it ends (`ModelDescription`)."""
+    """The factors of the embedding and of the logits (`ModelDescription`)."""
 
     embedding: float = 1.0
     logits: float = 1.0
@@ -39,10 +39,10 @@ class Decoder(nn.Module):
         self, config: ModelConfig, layers: Iterable[nn.Module], norm: nn.Module, scheme: QuantScheme, dtype: torch.dtype, comm: Comm,
         scales: Scales = PLAIN,
     ) -> None:  # fmt: skip
-        """`config`: of the rank, where the model is split over several (`models/registry.py`: rank_config)."""
+        """`config`: of the rank, if the model is split over several (`models/registry.py`: rank_config)."""
         super().__init__()
         self.config, self.dtype, self.comm = config, dtype, comm
-        self.tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)  # whose logits it computes
+        self.tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)  # the tokens whose logits it computes
         self.embed = Embedding(self.tokens, config.hidden_size, scheme, dtype, comm, scales.embedding)
         self.layers = nn.ModuleList(layers)
         self._numbers = {layer: number for number, layer in enumerate(self.layers)}
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         self.head = LMHead(self.embed, config.tie_embeddings, scheme, scales.logits, scales.logit_cap)
 
     def keep(self, stage: Stage) -> None:
-        """Drops what other stages of a pipeline have. A tied head keeps the embedding's matrix."""
+        """Removes the parts of other pipeline stages. A tied head keeps the embedding's matrix."""
         if not stage.last:
             del self.norm, self.head
         if not stage.first and not (stage.last and self.config.tie_embeddings):
@@ -62,18 +62,18 @@ class Decoder(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """What the weights take."""
+        """The bytes of the weights."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def forward(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> Tensor:
-        """Returns hidden states of all tokens [T, hidden]. `layers`: all, if not given."""
+        """Returns hidden states of all tokens [T, hidden]. `layers`: all by default."""
         hidden: Tensor = self.norm(*self._through(self.layers if layers is None else layers, batch))[0]
         return hidden
 
     def sampled(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor]:
-        """Returns hidden states of the tokens to sample from [S, hidden], and what the last mixer gave every token [T, size].
+        """Returns hidden states of the tokens to sample from [S, hidden], and the last mixer's output for every token [T, size].
 
-        The second is finite only where the values are that a token leaves in the caches.
+        The second is finite only if the values that a token stores in the caches are.
         """
         last: Any
         *before, last = self.layers if layers is None else layers
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
         return hidden, mixed
 
     def stream(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> Tensor:
-        """Returns the residual stream after the layers, for the next stage of a pipeline [T, hidden]."""
+        """Returns the residual stream after the layers [T, hidden], for the next stage of a pipeline."""
         x, residual = self._through(self.layers if layers is None else layers, batch)
         return x + residual
 

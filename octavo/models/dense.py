@@ -1,4 +1,4 @@
-"""The torch module of every dense decoder. `dense_family.py` says what it may be made of, and each family what its own is."""
+"""The torch module of every dense decoder. `dense_family.py` defines its options, and each family selects them."""
 
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from octavo.kernels.ops import (
     norm_router,
     packed_gate_up,
 )
-from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD  # rules alone: no triton there
+from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD  # only rules: this module does not import triton
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MLP, Linear, RMSNorm
@@ -31,7 +31,7 @@ from octavo.quant.schemes import UNQUANTIZED, Fp8, Packed, QuantScheme, Unquanti
 
 
 class DenseLayer(nn.Module):
-    """Norms stand before a sub-layer, after it, or both. Without one before, a sub-layer reads the stream itself."""
+    """Norms are before a sub-layer, after it, or both. Without one before, a sub-layer reads the stream itself."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class DenseLayer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if batch.max_query == 1 and len(x) <= self.few_rows:
             return few(self, x, residual, batch)
-        x, residual = self._mix(x, residual, batch)  # names are used again: what went before is not held while the MLP runs
+        x, residual = self._mix(x, residual, batch)  # names are reused, so that earlier tensors are freed before the MLP runs
         x, residual = self._join(x, residual)
         return self._added(self.mlp(x), self.mlp_after_norm), residual
 
     def sampled(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """As `forward`, but only the tokens to sample from go on after the mixer. Also returns what the mixer gave every token."""
+        """Like `forward`, but only the tokens to sample from pass the last MLP. Also returns the mixer's output for all tokens."""
         mixed, residual = self._mix(x, residual, batch)
         index = batch.sample_index
         x, residual = self._join(mixed.index_select(0, index), residual.index_select(0, index))
@@ -81,13 +81,13 @@ class DenseLayer(nn.Module):
         return _read(self._added(x, after), residual, before)
 
     def _added(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Returns what a sub-layer adds to the stream."""
+        """Returns a sub-layer's output as it is added to the stream."""
         x = x if norm is None else norm.alone(x)
         return x if self.residual_scale == 1 else x * self.residual_scale
 
 
 def _read(x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-    """Adds x to the stream. Returns what a sub-layer reads of it, and the stream."""
+    """Adds x to the stream. Returns the input of the next sub-layer, and the stream."""
     if norm is None:
         stream = residual + x
         return stream, stream
@@ -96,7 +96,7 @@ def _read(x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Te
 
 
 def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> MLP | Mixture:
-    """Returns the MLP that a layer of this shape has, or the mixture."""
+    """Returns the MLP of a layer of this shape, or the MoE."""
     if (experts := shape.experts) is not None:
         routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
         return Mixture(hidden_size, shape.inner, experts.shared_inner, routing, shape.activation, bias, scheme, dtype, comm)
@@ -123,22 +123,22 @@ class DenseModel(Decoder):
         super().__init__(config, layers, norm, scheme, dtype, comm, scales)
 
 
-# -- a few rows of a decode step, as five kernels; each product includes the small operations before it
+# -- decode steps of small batches, as five kernels; each product includes the small operations before it
 #
 #     norm_linear              residual add, norm, q k v
 #     attend_few               norms of the heads, rotation, cache write, attention in splits
 #     merge_linear             merge of the splits, output
-#     gate_up                  norm of what attention gave, residual add, norm, gate and up, silu(gate) * up
+#     gate_up                  norm of the attention output, residual add, norm, gate and up, silu(gate) * up
 #     few_linear               down
 #
-# Of a mixture, the last two are four: the router with what stands before it, the choice, gate and up, down. A norm after the last
-# product is a kernel of its own. For matrices that are kept as codes, norms and the merge are separate kernels; for 8-bit floats the
-# merge is, and from two rows on the norms, too. The result is that of the plain layer. A single stream waits for one kernel after the
-# other, so fewer of them make it faster; and each begins while the one before still runs.
+# In an MoE layer, the last two are four: the router with the preceding operations, the selection, gate and up, down. A norm after the
+# last product is a separate kernel. For quantised matrices, norms and the merge are separate kernels; for 8-bit floats the
+# merge is, and from two rows on the norms, too. The result equals that of the plain layer. A single stream executes one kernel after
+# another, so fewer of them are faster; and each starts while the previous one still runs.
 
 
 def few_rows(layer: DenseLayer) -> int:
-    """Returns the most rows that these kernels can compute: 0 if the layer has something that they lack, such as biases on gate and up."""
+    """Returns the maximum rows of these kernels: 0 if the layer has something that they do not support, such as biases on gate and up."""
     attention, mlp = layer.attention, layer.mlp
     if isinstance(mlp, MLP):
         linears: tuple[Linear, ...] = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
@@ -150,7 +150,7 @@ def few_rows(layer: DenseLayer) -> int:
 
 
 def few(layer: DenseLayer, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Computes the layer for one new token in each row, if it has `few_rows`."""
+    """Computes the layer for one new token in each of at most `few_rows` rows."""
     attention, mlp = layer.attention, layer.mlp
     qkv, residual = _norm_linear(attention.qkv, x, residual, layer.attention_norm)
     cache, backend = batch.caches[layer.layer], cast(FewBackend, attention.backend)
@@ -212,10 +212,10 @@ def _linear(linear: Linear, x: Tensor) -> Tensor:
 
 
 def _is_fused(linear: Linear, rows: int) -> bool:
-    """Whether one kernel computes the product and what stands before it."""
+    """Whether one kernel computes the product and the operations before it."""
     return isinstance(linear.scheme, Unquantized) or (isinstance(linear.scheme, Fp8) and rows <= FP8_GEMV_ROWS)
 
 
 def _parameters(linear: Linear) -> tuple[Any, Tensor | None]:
-    """Returns the matrix, a tensor or one of 8-bit floats, and the bias."""
+    """Returns the matrix, a tensor or 8-bit floats, and the bias."""
     return linear.fp8 if isinstance(linear.scheme, Fp8) else linear.weight, cast(Tensor | None, linear.bias)

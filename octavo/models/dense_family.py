@@ -1,9 +1,9 @@
-"""What every dense decoder is made of: its config, its description, and what families read alike. No torch, and no family's name.
+"""The parts of every dense decoder: its config, its description, and fields common to families. It names no family and uses no torch.
 
     x -> norm -> q k v -> attention -> output -> + -> norm -> gate, up -> silu(gate) * up -> down -> +
 
-A family says in a module of its own what differs: where norms stand, which layers have a window or rotate nothing, what is scaled
-or capped. `models/dense.py` computes what the config says.
+Each family's module defines its differences: the position of norms, which layers have a window or no rotation, what is scaled
+or capped. `models/dense.py` computes a model from the config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,28 +61,28 @@ class DenseConfig(ModelConfig):
     output_bias: bool  # bias of the attention output projection
     mlp_bias: bool
     qk_norm: Literal["heads", "whole"] | None
-    windows: tuple[int | None, ...]  # of each layer: sliding window in tokens; None: full attention
-    gives_back: bool = False  # layers with a window give back the blocks behind it
-    ropes: tuple[RopeConfig | None, ...] = ()  # of each layer, where they differ; None: a layer rotates nothing
-    rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
-    attention_scale: float | None = None  # None: one over the root of head_dim
+    windows: tuple[int | None, ...]  # per layer: sliding window in tokens; None: full attention
+    gives_back: bool = False  # layers with a window free the blocks behind it
+    ropes: tuple[RopeConfig | None, ...] = ()  # per layer, if they differ; None: the layer has no rotation
+    rotary_dim: int | None = None  # the number of rotated dimensions at the start of a head; None: all
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     soft_cap: float | None = None
     sinks: bool = False
     norms: Literal["before", "after", "both"] = "before"
-    wide_norms: bool = False  # weights of norms are float32, and multiply before anything is rounded
+    wide_norms: bool = False  # norm weights are float32, and are applied before rounding
     activation: Activation = "swiglu"
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    mixed: tuple[bool, ...] = ()  # of each layer: whether its MLP is a mixture of experts (`models/mixture_family.py`); none: no layer's is
+    mixed: tuple[bool, ...] = ()  # per layer: whether its MLP is an MoE (`models/mixture_family.py`); empty: no layer's is
     num_experts: int = 0
-    chosen_experts: int = 0  # for each token
-    expert_size: int = 0  # of one of them
-    shared_size: int = 0  # of the one that all tokens go through; 0: there is none
+    chosen_experts: int = 0  # per token
+    expert_size: int = 0  # inner width of one of them
+    shared_size: int = 0  # of the expert that all tokens pass through; 0: none
     scores: Scores = "all"
     normed_scores: bool = True
-    expert_ranks: int = 1  # in the config of a rank: the ranks that have whole experts each
+    expert_ranks: int = 1  # in the config of a rank: the number of ranks that have whole experts
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer] if self.ropes else self.rope
@@ -118,7 +118,7 @@ class DenseConfig(ModelConfig):
 
 
 def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Returns the fields of a plain decoder, under the keys that most families share. A family replaces what is its own."""
+    """Reads the fields of a plain decoder, by the keys that most families share. A family replaces those that differ."""
     heads = reader.integer("num_attention_heads", high=65536)
     kv_heads = reader.integer("num_key_value_heads", heads, high=65536)
     common = reader.common(architecture)
@@ -147,7 +147,7 @@ def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
 
 
 def with_defaults(reader: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
-    """Returns a reader that has a family's own values for keys that a file may leave out."""
+    """Returns a reader with a family's default values for keys that a file may omit."""
     return ConfigReader({**defaults, **reader.raw}, reader.source)
 
 
@@ -157,7 +157,7 @@ def check_activation(reader: ConfigReader, name: str = "silu", key: str = "hidde
 
 
 def read_window(reader: ConfigReader) -> int | None:
-    """Returns `sliding_window`, or None if there is none, or none that a sequence could leave."""
+    """Returns `sliding_window`, or None if there is none or if no sequence can exceed it."""
     if reader.raw.get("sliding_window") is None:
         return None
     window = reader.integer("sliding_window")
@@ -165,7 +165,7 @@ def read_window(reader: ConfigReader) -> int | None:
 
 
 def read_layer_types(reader: ConfigReader, layers: int, slides: Callable[[int], bool]) -> list[str]:
-    """Returns the kind of each layer. `slides` says which have a window, in files without `layer_types`."""
+    """Returns the kind of each layer. `slides` tells which have a window, for files without `layer_types`."""
     types = reader.raw.get("layer_types")
     if types is None:
         types = [SLIDING if slides(layer) else FULL for layer in range(layers)]
@@ -179,7 +179,7 @@ def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, .
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-# -- what it is made of
+# -- description
 
 
 def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
@@ -193,7 +193,7 @@ def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
 def describe(
     rules: Rules, family: str, config: DenseConfig, mlp: Callable[[Rules, Any, int], list[Matrix]] = mlp_matrices
 ) -> ModelDescription:
-    """`mlp`: returns the matrices of a layer's MLP, in families where it is not always a plain one"""
+    """`mlp`: returns the matrices of a layer's MLP, for families in which it is not always a plain one"""
     numbers, tied, vocabulary = range(config.num_layers), config.tie_embeddings, (config.vocab_size, config.hidden_size)
     embedding = rules.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
     head = rules.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
@@ -256,7 +256,8 @@ def cut(config: DenseConfig, layers: range) -> DenseConfig:
 def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False) -> dict[str, Any]:
     """Returns the keys of a config.json that most families share.
 
-    `windowed`, `experts`: the family reads them itself, else they are refused; `head_dim`: whole heads are rotated, which tells their width
+    `windowed`, `experts`: the family reads them itself, otherwise they are refused; `head_dim`: whole heads are rotated, which tells their
+    width
     """
     if not experts and keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
@@ -278,7 +279,7 @@ def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, e
 
 
 def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, int]]:
-    """Returns what `GGUFForm` asks for: in files of these architectures q and k are in interleaved rotary order."""
+    """Returns the function for `GGUFForm`: in files of these architectures q and k are in interleaved rotary order."""
 
     def heads(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
         there = architecture in architectures
@@ -295,6 +296,6 @@ def dense_family(
     rules: Rules = PLAIN_RULES,
     unshared: str | None = None,
 ) -> Family:
-    """Returns a family of decoders without experts. `unshared`: why ranks cannot share its matrices, if they cannot"""
+    """Returns a family of decoders without experts. `unshared`: why its matrices cannot be split among ranks, if so"""
     family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, cut=cut)
     return family if unshared is None else replace(family, shared=None, unshared=unshared)

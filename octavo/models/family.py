@@ -1,16 +1,16 @@
 """The description of a family of models, without torch. `register(Family(...))` adds one.
 
-    rules       where each weight of a checkpoint goes:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
-    read        its fields out of a config.json, as a `ModelConfig` of its own
-    describe    what such a model is made of: matrices, layers, caches, activations (`policy/description.py`)
-    shared      the numbers of its config that the ranks of tensor parallel share (`policy/split.py`)
-    cut         its config with some of the layers, for the stages of pipeline parallel (`policy/stages.py`)
+    rules       the destination of each weight of a checkpoint:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
+    read        reads its fields from a config.json, into its own `ModelConfig`
+    describe    the parts of such a model: matrices, layers, caches, activations (`policy/description.py`)
+    shared      the numbers of its config that are divided among tensor parallel ranks (`policy/split.py`)
+    cut         its config with some of the layers, for the stages of pipeline parallelism (`policy/stages.py`)
     model       the torch module that computes it, imported when a model is built
-    gguf        how GGUF files spell it, for families that such files exist of
-    deal        its config with some of the experts, for the ranks of expert parallel
+    gguf        its names in GGUF files, if such files exist
+    deal        its config with some of the experts, for the ranks of expert parallelism
 
-A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too, which is
-in the name of the part here. A tensor of a file may hold a weight of every expert; its name has no number for them.
+A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: the number of an expert becomes
+part of the part name here. If a tensor of a file holds a weight of every expert, its name has no expert number.
 
     model.layers.*.mlp.experts.*.up_proj   ->  layers.*.mlp.experts.gate_up, part *.up        GGUF: blk.*.ffn_up_exps
 """
@@ -32,10 +32,10 @@ MAX_EXPERTS = 1024  # of a layer: twice what any model has
 class Rule:
     checkpoint: str  # module in a Hugging Face folder
     module: str  # module here
-    part: str | None = None  # named rows of it, where several modules of the checkpoint are merged into one; None: all of it
-    gguf: str | None = None  # tensor in a GGUF file, without its last word
-    plus: float = 0.0  # what is added to the weights of a checkpoint; GGUF files have it added already
-    bare: bool = False  # a parameter by itself: its name here and in a checkpoint has no last word, such as weight
+    part: str | None = None  # its named rows, if several modules of the checkpoint are merged into one; None: all rows
+    gguf: str | None = None  # tensor in a GGUF file, without the last word of its name
+    plus: float = 0.0  # added to the weights of a checkpoint; GGUF files already include it
+    bare: bool = False  # a single parameter: its name here and in a checkpoint has no last word such as weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Stack:
     """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/stacked.py`)."""
 
     tensor: str  # model.layers.*.mlp.experts.gate_up_proj
-    modules: tuple[str, ...]  # whose rows take turns: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
+    modules: tuple[str, ...]  # modules whose rows alternate: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
 
 
 class Rules:
@@ -51,7 +51,7 @@ class Rules:
         self, rules: Iterable[Rule], prefixes: Mapping[str, str] = MappingProxyType({}), left_out: Sequence[str] = (),
         stacks: Iterable[Stack] = (),
     ) -> None:  # fmt: skip
-        """`prefixes`: that a checkpoint may have instead of those in the rules; `left_out`: of weights that are not for this engine"""
+        """`prefixes`: alternatives to the prefixes in the rules; `left_out`: prefixes of weights that this engine does not use"""
         every = list(rules)
         self._prefixes, self._left_out = dict(prefixes), tuple(left_out)
         self._stacks = {stack.tensor: stack.modules for stack in stacks}
@@ -68,14 +68,14 @@ class Rules:
         return found
 
     def find(self, module: str, part: str | None = None) -> str | None:
-        """As `checkpoint_module`, but returns None if there is no rule."""
+        """Like `checkpoint_module`, but returns None if there is no rule."""
         pattern, numbers = _starred(module)
         part_pattern, part_numbers = (None, []) if part is None else _starred(part)
         found = self._by_place.get((pattern, part_pattern))
         return None if found is None else _filled(found, numbers + part_numbers)
 
     def stacked(self, tensor: str) -> tuple[str, ...] | None:
-        """Returns the modules whose weights a tensor holds for every expert, with a `*` for the expert; None if it is no such tensor."""
+        """Returns the modules whose weights a tensor holds for every expert, with a `*` for the expert; None if it is not such a tensor."""
         pattern, numbers = _starred(tensor)
         modules = self._stacks.get(pattern)
         return None if modules is None else tuple(_filled(module, numbers) for module in modules)
@@ -90,25 +90,25 @@ class Rules:
         return bool(self._prefixes or self._left_out)
 
     def of_checkpoint(self, name: str) -> str | None:
-        """Returns the name in the rules of a weight in a checkpoint, or None if it is left out on purpose."""
+        """Returns the name in the rules of a checkpoint weight, or None if it is left out on purpose."""
         if name.startswith(self._left_out):
             return None
         prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
         return self._prefixes.get(prefix, "") + name.removeprefix(prefix)
 
     def plus(self, name: str) -> float:
-        """Returns what has to be added to this weight of a checkpoint."""
+        """Returns the number to add to this weight of a checkpoint."""
         return self._plus.get(_starred(name.removesuffix(".weight"))[0], 0.0) if self._plus else 0.0
 
     @staticmethod
     def layer(name: str) -> int | None:
-        """Returns the layer that a weight of a checkpoint belongs to, or None if it belongs to none."""
+        """Returns the layer of a checkpoint weight, or None if it is outside the layers."""
         numbers = _starred(name)[1]
         return int(numbers[0]) if numbers else None
 
     @staticmethod
     def expert(name: str) -> int | None:
-        """Returns the expert that a weight of a checkpoint belongs to, or None if it belongs to none."""
+        """Returns the expert of a checkpoint weight, or None if it is not part of an expert."""
         numbers = _starred(name)[1]
         return int(numbers[1]) if len(numbers) > 1 else None
 
@@ -125,9 +125,9 @@ class Rules:
         return _filled(pattern, [str(layer), *numbers[1:]])
 
     def of_gguf(self, name: str) -> str | None:
-        """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor.
+        """Returns the checkpoint name of a tensor in a GGUF file, or None if this family has no such tensor.
 
-        The name has a `*` in the place of the experts' numbers, if the tensor holds a weight of every expert.
+        If the tensor holds a weight of every expert, the name has a `*` in place of the experts' numbers.
         """
         tensor, _, leaf = name.rpartition(".")
         pattern, numbers = _starred(tensor)
@@ -143,7 +143,7 @@ class Rules:
         """Returns a matrix of the description, with its names in the checkpoint. `rows`: of each part, if it has named parts."""
         module = module.replace("*", str(layer))
         merged: tuple[int, ...] = ()
-        if not isinstance(rows, int) and self.find(module) is not None:  # one weight has all parts
+        if not isinstance(rows, int) and self.find(module) is not None:  # one weight contains all parts
             merged, rows = tuple(rows.values()), sum(rows.values())
         counts: Iterable[tuple[str | None, int]] = [(None, rows)] if isinstance(rows, int) else rows.items()
         parts = {f"{self.checkpoint_module(module, part)}.weight": count for part, count in counts}
@@ -151,7 +151,7 @@ class Rules:
 
 
 def of_expert(name: str, expert: int) -> str:
-    """Returns the name of one expert's weight, for a name that has a `*` in the place of the experts' numbers."""
+    """Returns the name of one expert's weight, for a name that has a `*` in place of the experts' numbers."""
     return _filled(name, [str(expert)])
 
 
@@ -180,10 +180,10 @@ def _filled(pattern: str, numbers: list[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class GGUFForm:
     architectures: Mapping[str, str]  # general.architecture -> the name in a config.json
-    config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; those that all models share come on top
-    # how many heads share the rows of tensors that are stored in interleaved rotary order, by the tensor's word: {"attn_q": 9}
+    config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; the common keys are added
+        # the number of heads in tensors whose rows are in interleaved rotary order, by the tensor's word: {"attn_q": 9}
     interleaved: Callable[[str, Mapping[str, Any]], dict[str, int]]
-    experts: bool = False  # files of these architectures with experts belong to this family; those without to another
+    experts: bool = False  # files of these architectures with experts belong to this family, those without to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +196,8 @@ class Family:
     describe: Callable[[Any], ModelDescription]
     gguf: GGUFForm | None = None
     shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
-    unshared: str = "nobody has said how"  # why not, if they cannot
-    cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be dealt out
+    unshared: str = "nobody has said how"  # the reason why they cannot be split
+    cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be split into stages
     deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts
 
 

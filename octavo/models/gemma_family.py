@@ -1,11 +1,11 @@
 """Gemma 2 and the text part of Gemma 3. No torch here.
 
-    norms before and after each sub-layer, with weights that are stored less 1; GELU; an embedding that is scaled
+    norms before and after each sub-layer, with weights that are stored minus 1; GELU; a scaled embedding
 
     Gemma 2   scores and logits are capped; every other layer has a window
-    Gemma 3   norms on the heads of q and k; five of six layers have a window, and a rotation of their own
+    Gemma 3   norms on the heads of q and k; five of six layers have a window, and their own rotation
 
-A checkpoint that reads images too has its text part under another prefix. Its other weights are left out on purpose.
+A checkpoint for images and text has its text part under another prefix. Its other weights are left out on purpose.
 """
 
 from typing import Any
@@ -40,9 +40,9 @@ DEFAULTS = {
 DEFAULTS2 = DEFAULTS | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 DEFAULTS3 = DEFAULTS | {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6}
 GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
-OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")  # not of the text part alone
+OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")  # outside the text part of the config
 CAPS = (1e-3, 1e6)
-LARGEST2, LARGEST3 = 46, 62  # layers of the 27B models, whose scores are scaled otherwise: GGUF files do not say it
+LARGEST2, LARGEST3 = 46, 62  # layers of the 27B models, which scale scores differently: GGUF files do not contain this
 PATTERN2 = 2
 
 RULES = Rules(
@@ -93,7 +93,7 @@ def _cap(reader: ConfigReader, key: str) -> float | None:
 
 
 def _two_rotations(reader: ConfigReader, head_dim: int, types: list[str]) -> dict[str, Any]:
-    """Layers that slide have a rotation of their own, also if their window is longer than any sequence."""
+    """Layers with a window have their own rotation, even if the window is longer than any sequence."""
     thetas = reader.number("rope_theta", GLOBAL_THETA, *ROPE_THETAS), reader.number("rope_local_base_freq", LOCAL_THETA, *ROPE_THETAS)
     given = reader.object("rope_parameters")
     everywhere, nearby = given.get(FULL) or reader.object("rope_scaling"), given.get(SLIDING) or {}

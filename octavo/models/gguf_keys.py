@@ -1,6 +1,6 @@
-"""Reads and checks values of GGUF metadata. Each error names the key that the file really has.
+"""Reads and checks values of GGUF metadata. Each error names the key as it is in the file.
 
-What all families share is read here, in the words of a config.json, so that one reader serves both kinds of model.
+The common keys are read here and converted to those of a config.json, so that one reader serves both formats.
 """
 
 import math
@@ -16,7 +16,7 @@ ROPE_SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", "
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 FREQUENCY_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_FACTORS = (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config
+ROPE_FACTORS = (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that are part of the config
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
@@ -31,7 +31,7 @@ class GGUFKeys:
         source: str,
         factors: Mapping[str, list[float]] | None = None,
     ) -> None:
-        """`factors`: what the tensors `ROPE_FACTORS` of the file hold; None: only its header is at hand, and they count as ones"""
+        """`factors`: contents of the file's tensors `ROPE_FACTORS`; None: only its header is available, and they count as ones"""
         self.metadata = metadata
         self.shapes = shapes  # of the tensors in the file, by name
         self._factors = {name: [1.0] * prod(shapes[name]) for name in ROPE_FACTORS if name in shapes} if factors is None else factors
@@ -91,7 +91,7 @@ class GGUFKeys:
         return rows
 
     def head_dim(self) -> int | None:
-        """Returns the width of a head, where the file gives it. Keys, values and the rotated part must be of one width."""
+        """Returns the width of a head, if the file has it. Keys, values and the rotated part must have the same width."""
         names = ("attention.key_length", "rope.dimension_count", "attention.value_length")
         widths = [(name, self.integer(name)) for name in names if self.has(name)]
         for name, width in widths:
@@ -100,7 +100,7 @@ class GGUFKeys:
         return widths[0][1] if widths else None
 
     def rope(self) -> dict[str, Any]:
-        """Returns `rope_parameters` of a config.json. Scalings that it cannot express are refused."""
+        """Returns `rope_parameters` of a config.json. Scalings that these cannot express are refused."""
         scaling = self.prefix + "rope.scaling."
         for key in self.metadata:
             if key.startswith(scaling) and key.removeprefix(scaling) not in ROPE_SCALING_KEYS:
@@ -130,9 +130,9 @@ class GGUFKeys:
         return self.integer("rope.scaling.original_context_length", self.integer("context_length"))
 
     def _frequency_factors(self, kind: str) -> dict[str, Any] | None:
-        """Returns a rotation whose frequencies have factors of their own, or None if the file has none.
+        """Returns a rotation with a factor for each frequency, or None if the file has none.
 
-        Those of `rope_freqs` serve short and long contexts alike, and scale nothing else.
+        Those of `rope_freqs` apply to short and long contexts alike, and nothing else is scaled.
         """
         single = self._factors.get(FREQUENCY_FACTORS, [])
         long, short = self._factors.get(LONG_FACTORS), self._factors.get(SHORT_FACTORS)

@@ -1,8 +1,8 @@
-"""gpt-oss: a mixture of experts whose attention has sinks, and a window on every other layer. No torch here.
+"""gpt-oss: MoE layers; attention with sinks, and a window on every other layer. It uses no torch.
 
-    attention   biases on q, k, v and the output; a sink for each head; a rotation of kind yarn, whose ramp is not rounded
+    attention   biases on q, k, v and the output; a sink for each head; yarn rotation, whose ramp is not rounded
     experts     biases on the router and on all experts; weights are the softmax over the logits of the chosen experts; the gate is
-                clamped, and is gate * sigmoid(1.702 gate) * (up + 1)
+                clamped: gate * sigmoid(1.702 gate) * (up + 1)
 
 Folders have one tensor for all experts of a layer, in floats or in MXFP4 (`loading/stacked.py`).
 """
@@ -46,7 +46,7 @@ RULES = Rules(
     ],
     stacks=STACKS,
 )
-CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the one clamped gate that there is
+CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only supported clamped gate
 
 
 def read(reader: ConfigReader, architecture: str) -> DenseConfig:
@@ -71,7 +71,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
 
 
 def _gguf(keys: GGUFKeys) -> dict[str, Any]:
-    """Files do not say that the ramp of yarn is not rounded."""
+    """GGUF files do not contain the fact that the ramp of yarn is not rounded."""
     fields, experts = gguf_fields(keys, windowed=True, experts=True), gguf_experts(keys)
     rope = {**fields["rope_parameters"], "truncate": False}
     sizes = {"intermediate_size": experts["moe_intermediate_size"], "sliding_window": keys.integer("attention.sliding_window")}

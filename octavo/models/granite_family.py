@@ -1,4 +1,4 @@
-"""Granite 3, without experts: the plain decoder, with multipliers of the embedding, of what layers add, of scores and of logits."""
+"""Granite 3, without experts: the plain decoder, with factors on the embedding, the outputs of sub-layers, scores and logits."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
 
 
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
-    if keys.metadata.get(rotates := f"{keys.prefix}rope.scaling.finetuned", True) is not True:  # a switch of the rotation, in these files
+    if keys.metadata.get(rotates := f"{keys.prefix}rope.scaling.finetuned", True) is not True:  # in these files, a switch of the rotation
         raise keys.fail(rotates, "absent or true")
     config = gguf_fields(keys)
     head_dim = config.get("head_dim") or keys.integer("embedding_length") // config["num_attention_heads"]

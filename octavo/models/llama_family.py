@@ -1,8 +1,8 @@
 """Llama, Mistral and Ministral: the plain decoder. No torch here.
 
-    Llama   no windows      Mistral   a window on every layer, where the config has one      Ministral   on the layers that the config names
+    Llama   no windows      Mistral   a window on every layer, if the config has one      Ministral   on the layers in the config
 
-GGUF files of architecture `llama` are of all three, and say nothing of windows.
+GGUF files of all three have the architecture `llama`, and do not mention windows.
 """
 
 from octavo.model_config import ConfigReader

@@ -1,11 +1,11 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: decoders whose MLPs are mixtures of experts. No torch here.
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: decoders with MoE layers. It uses no torch.
 
-    Mixtral     8 experts, of which a token takes 2        Qwen2-MoE   biases on q, k, v; one more expert that all tokens share
+    Mixtral     8 experts, of which a token uses 2         Qwen2-MoE   biases on q, k, v; one more expert that all tokens share
     Qwen3-MoE   norms on the heads of q and k              both Qwen   some layers may have a plain MLP instead
 
     x -> norm -> router -> the best experts, each: gate, up -> silu(gate) * up -> down -> weighted sum -> +
 
-The rest is as in `models/dense_family.py`. `models/gpt_oss_family.py` is another such family, and uses what is here.
+The rest is as in `models/dense_family.py`. `models/gpt_oss_family.py` is another such family, and uses this module.
 """
 
 from dataclasses import replace
@@ -38,12 +38,12 @@ from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Matrix, ModelDescription
 from octavo.policy.split import Shared
 
-MOST_OF_ALL_LAYERS = 2**17  # experts: several times what any model has, and a bound on names
+MOST_OF_ALL_LAYERS = 2**17  # experts: several times as many as any model has, and a bound on names
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
 
 
 def expert_rules(router: str, experts: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Returns where the router and the experts are. The names of matrices are those below an expert."""
+    """Returns the rules for the router and the experts. The names of matrices are relative to an expert."""
     return (
         Rule(router, "layers.*.mlp.router", gguf="blk.*.ffn_gate_inp"),
         Rule(f"{experts}.*.{gate}", "layers.*.mlp.experts.gate_up", "*.gate", gguf="blk.*.ffn_gate_exps"),
@@ -77,7 +77,7 @@ QWEN_RULES = Rules(
 
 
 def expert_fields(reader: ConfigReader, fields: dict[str, Any], size_key: str) -> dict[str, Any]:
-    """Returns the fields that all mixtures have. `size_key`: of the size of an expert"""
+    """Reads the fields that all MoE models have. `size_key`: of the width of an expert"""
     key = "num_local_experts" if reader.raw.get("num_experts") is None else "num_experts"
     count, layers = reader.integer(key, high=MAX_EXPERTS), fields["num_layers"]
     if count * layers > MOST_OF_ALL_LAYERS:
@@ -108,7 +108,7 @@ def read_qwen(reader: ConfigReader, architecture: str) -> DenseConfig:
     if architecture == QWEN2_MOE:
         shared = reader.integer("shared_expert_intermediate_size", high=2**22, low=0)
         fields |= {"qkv_bias": reader.flag("qkv_bias", True), "output_bias": False, "shared_size": shared}
-        end = reader.integer("max_window_layers", 28, low=0)  # in files without `layer_types`
+        end = reader.integer("max_window_layers", 28, low=0)  # for files without `layer_types`
         types = read_layer_types(reader, layers, lambda layer: layer % 2 == 0 and layer < end)
         fields |= {"windows": layer_windows(reader, types)} if slides else {}
     else:
@@ -117,7 +117,7 @@ def read_qwen(reader: ConfigReader, architecture: str) -> DenseConfig:
 
 
 def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """Returns which layers are mixtures: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    """Returns which layers are MoE layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step, plain = reader.integer("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
         raise reader.fail("mlp_only_layers", "a list of layers")
@@ -127,7 +127,7 @@ def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
     return mixed
 
 
-# -- what it is made of
+# -- description
 
 
 def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription:
@@ -135,7 +135,7 @@ def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription
 
 
 def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
-    """Returns the matrices of a layer's MLP. A stack of experts is one matrix, with the parts of all experts one after the other."""
+    """Returns the matrices of a layer's MLP. A stack of experts is one matrix, with the parts of all experts in sequence."""
     shape, hidden, bias = config.mlp(layer), config.hidden_size, config.mlp_bias
     if (experts := shape.experts) is None:
         return mlp_matrices(rules, config, layer)
@@ -185,7 +185,7 @@ def deal(config: DenseConfig, ranks: int) -> DenseConfig:
 
 
 def gguf_experts(keys: GGUFKeys) -> dict[str, Any]:
-    """Returns the keys of a config.json that all mixtures share. Sizes are those of the tensors: older files do not name them."""
+    """Returns the keys of a config.json that all MoE models share. Sizes come from the tensors, because older files do not have them."""
     count, layers = keys.integer("expert_count"), keys.integer("block_count")
     stacks = [layer for layer in range(layers) if len(keys.shapes.get(f"blk.{layer}.ffn_gate_exps.weight", ())) == 3]
     if not stacks:
@@ -205,7 +205,7 @@ def _mixtral_gguf(keys: GGUFKeys) -> dict[str, Any]:
 
 
 def _qwen_gguf(keys: GGUFKeys) -> dict[str, Any]:
-    """The files of Qwen2-MoE do not say whether weights are normed: those of no such model are, and those of Qwen3-MoE all are."""
+    """Files do not contain whether weights are normalised: those of Qwen2-MoE models never are, those of Qwen3-MoE always."""
     fields = {**gguf_fields(keys, experts=True), **gguf_experts(keys), "norm_topk_prob": keys.prefix == "qwen3moe."}
     shared_gate = keys.shapes.get("blk.0.ffn_gate_shexp.weight", (0,))
     return {**fields, "shared_expert_intermediate_size": shared_gate[0], "qkv_bias": fields["attention_bias"]}

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after each sub-layer and none before; q and k are normed over all their heads at once. No torch here."""
+"""OLMo 2: norms after each sub-layer and none before; q and k are normed over all their heads together. It uses no torch."""
 
 from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (

@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini), without experts. No torch here.
+"""Phi-3, Phi-3.5 and Phi-4 (mini), without experts. It uses no torch.
 
     q, k and v are one weight of the checkpoint, and so are gate and up
-    a part of each head may be rotated; frequencies may have factors of their own, for short and for long contexts (longrope)
-    every layer has a window, where the config has one
+    a part of each head may be rotated; each frequency may have its own factor, for short and for long contexts (longrope)
+    every layer has a window, if the config has one
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from octavo.models.gguf_keys import GGUFKeys
 
 PHI3 = "Phi3ForCausalLM"
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-OLD_NAMES = ("su", "yarn")  # of longrope, in files of the first months
+OLD_NAMES = ("su", "yarn")  # names of longrope in early files
 
 RULES = Rules(
     [
@@ -59,7 +59,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
 
 
 def _rotated(reader: ConfigReader, parameters: dict[str, Any], head_dim: int) -> int:
-    """Returns how many numbers of a head are rotated: `partial_rotary_factor` of them."""
+    """Returns how many dimensions of a head are rotated: `partial_rotary_factor` of them."""
     key = "partial_rotary_factor"
     inner = ConfigReader({key: parameters.get(key, reader.raw.get(key))}, reader.source)
     rotated = int(head_dim * inner.number(key, 1.0, 0.0, 1.0) + 1e-6)  # the factor may be a quotient that was rounded down
@@ -72,7 +72,7 @@ def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
     config = gguf_fields(keys, windowed=True, head_dim=False)
     head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // config["num_attention_heads"])
     rotated = keys.integer("rope.dimension_count", head_dim)
-    window = keys.integer("attention.sliding_window", 0, low=0)  # 0 says that there is none
+    window = keys.integer("attention.sliding_window", 0, low=0)  # 0 means none
     return config | {"head_dim": head_dim, "partial_rotary_factor": rotated / head_dim, "sliding_window": window or None}
 
 

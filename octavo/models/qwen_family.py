@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen3, without experts. No torch here.
+"""Qwen2 and Qwen3, without experts. It uses no torch.
 
-    Qwen2   biases on q, k, v         Qwen3   norms on the heads of q and k         both   a window on some layers, if the config says so
+    Qwen2   biases on q, k, v         Qwen3   norms on the heads of q and k         both   a window on some layers, if configured
 """
 
 from octavo.model_config import ConfigReader
@@ -27,7 +27,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     if architecture == QWEN3:
         fields |= {"qk_norm": "heads"}
     if reader.flag("use_sliding_window", False) and reader.raw.get("sliding_window") is not None:
-        first = reader.integer("max_window_layers", 28, low=0)  # in files without `layer_types`
+        first = reader.integer("max_window_layers", 28, low=0)  # for files without `layer_types`
         types = read_layer_types(reader, fields["num_layers"], lambda layer: layer >= first)
         fields |= {"windows": layer_windows(reader, types)}
     return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))

@@ -1,4 +1,4 @@
-"""All families, and what they say about a model. Importing this does not import torch, since memory plans use it."""
+"""All families, and their functions for a model. This module does not import torch, since memory plans use it."""
 
 import reprlib
 from dataclasses import replace
@@ -44,7 +44,7 @@ register(mixture_family.QWEN_FAMILY)
 register(gpt_oss_family.FAMILY)
 
 _SHOWN = reprlib.Repr()
-_SHOWN.maxstring = 80  # every architecture of transformers has a shorter name
+_SHOWN.maxstring = 80  # longer than the name of any architecture of transformers
 
 
 def families() -> list[Family]:
@@ -58,7 +58,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def read_config(raw: dict[str, Any], source: str) -> ModelConfig:
-    """Reads a config.json, by the family that knows its architecture. `source`: the file, for messages."""
+    """Reads a config.json with the family that has its architecture. `source`: the file, for messages"""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in FAMILIES:
@@ -73,7 +73,7 @@ def describe(config: ModelConfig) -> ModelDescription:
 
 
 def dealt_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """Returns the config of a model with the experts of one of several ranks. Refuses a model whose experts cannot be dealt out."""
+    """Returns the config with the experts of one of several ranks. Refuses a model whose experts cannot be divided."""
     family = family_of(config)
     if ranks == 1:
         return config
@@ -84,10 +84,10 @@ def dealt_config(config: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def rank_config(config: ModelConfig, size: int, context: int = 1, expert_ranks: int = 1) -> ModelConfig:
-    """Returns the config of one of `size` ranks, which is that of every other too. Refuses a model that they cannot share.
+    """Returns the config of one of `size` ranks, which is the same for all. Refuses a model that cannot be divided among them.
 
-    `context`: how many neighbours have the same heads of k and v, and share the tokens of a context; `expert_ranks`: as many as `size`
-    if each has whole experts, else 1
+    `context`: how many neighbouring ranks have the same k and v heads, and share the tokens of a context; `expert_ranks`: equal to `size`
+    if each has whole experts, otherwise 1
     """
     family = family_of(config)
     if size == 1:
@@ -114,9 +114,9 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
 
 
 def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1, expert_ranks: int = 1) -> dict[str, Part]:
-    """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is.
+    """Returns the part that a rank has of each weight in the checkpoint of the whole model, whose config is given.
 
-    Where it has whole experts, they are numbered from 0.
+    Whole experts of a rank are numbered from 0.
     """
     whole, own = describe(dealt_config(config, expert_ranks)), describe(rank_config(config, size, context, expert_ranks))
     rules = family_of(config).rules
@@ -126,7 +126,7 @@ def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1, expe
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
-    """Returns what each layer keeps of a token, in a cache of this dtype."""
+    """Returns what each layer stores per token, in a cache of this dtype."""
     mixers = [layer.mixer for layer in describe(config).layers]
     return [LayerCacheSpec(index, mixer.buffers(dtype), mixer.window) for index, mixer in enumerate(mixers)]
 

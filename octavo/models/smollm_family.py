@@ -1,4 +1,4 @@
-"""SmolLM3: the plain decoder, with some layers that rotate nothing. Those may have a window. No torch here."""
+"""SmolLM3: the plain decoder, with some layers without rotation, which may have a window. It uses no torch."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
 
 
 def _rotates(reader: ConfigReader, layers: int) -> list[bool]:
-    """Returns which layers rotate. In `no_rope_layers` a 1 stands for one that does; without it, every so many layers one does not."""
+    """Returns which layers rotate. In `no_rope_layers` 1 means a rotation; without it, every n-th layer has none."""
     listed = reader.raw.get("no_rope_layers")
     if listed is None:
         interval = reader.integer("no_rope_layer_interval", 4)

@@ -1,4 +1,4 @@
-// What the structs of octavo.h measure here, so that Python can tell a library that is not of its own build.
+// The sizes of the structs in octavo.h, so that Python can detect a library from another build.
 #include "octavo.h"
 
 extern "C" void octavo_struct_sizes(int64_t *sizes) {

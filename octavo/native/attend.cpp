@@ -1,13 +1,13 @@
-// Which queries attend to which keys at once, and how parts of a context become one.
+// Divides attention into tasks of queries and keys, and merges the parts of a context.
 #include "attend.h"
 
 namespace octavo {
 
-static const int64_t QUERIES = 64;     // of one task: they share every key they load
-static const int64_t LEAST_KEYS = 256; // of a piece of a context: less is not worth merging
-static const int64_t LEAST_ROWS = 8;   // of a task over keys that rows read together, if there are as many
+static const int64_t QUERIES = 64;     // in one task: they share every key they load
+static const int64_t LEAST_KEYS = 256;  // in a piece of a context: smaller ones are not worth merging
+static const int64_t LEAST_ROWS = 8;   // in a task over shared keys, if there are as many
 
-// Makes the tasks of a layer: those over keys that rows read together, and those over what each row reads for itself.
+// Creates the tasks of a layer: those over shared keys, and those over the keys that each row reads alone.
 class TaskMaker {
 public:
     TaskMaker(const Layer &layer, const Step &step) : layer_(layer), step_(step), parts_of_(step.num_rows, -1), own_(step.num_rows, 0) {
@@ -26,15 +26,15 @@ public:
     Tasks made;
 
 private:
-    struct Pieces {                  // keys [begin, end) cut into `count`, each but the last of whole tiles
+    struct Pieces {                  // keys [begin, end) divided into `count` pieces, all of whole tiles except the last
         int64_t begin, end, count;
         int64_t size() const { return ((end - begin) / count + 63) / 64 * 64; }
         int64_t first(int64_t piece) const { return begin + piece * size(); }
         int64_t last(int64_t piece) const { return piece == count - 1 ? end : std::min(end, first(piece) + size()); }
     };
 
-    struct Part {                    // what a row makes of keys that it reads together with others
-        int64_t partial;             // of the first kv head and the first piece
+    struct Part {                    // the partial result of a row over shared keys
+        int64_t partial;             // index for the first kv head and the first piece
         int64_t pieces, stride;      // stride: from one piece to the next, and from the last of a kv head to the first of the next
         int64_t before;              // another part of the row, or -1
     };
@@ -43,13 +43,13 @@ private:
     const Step &step_;
     const int64_t group_ = layer_.heads / layer_.kv_heads;
     std::vector<Part> parts_;
-    std::vector<int64_t> parts_of_;  // of each row: the last of its parts, or -1
-    std::vector<int64_t> own_;       // of each row: the first key that it reads for itself
+    std::vector<int64_t> parts_of_;  // per row: the last of its parts, or -1
+    std::vector<int64_t> own_;       // per row: the first key that it reads alone
 
     static int64_t tasks_of(int64_t queries) { return (queries + QUERIES - 1) / QUERIES; }
     static int64_t at_most(int64_t tasks) { return std::max<int64_t>(1, 4 * pool().threads() / std::max<int64_t>(1, tasks)); }
     static Pieces cut(int64_t begin, int64_t end, int64_t most) { return {begin, end, std::clamp<int64_t>((end - begin) / LEAST_KEYS, 1, most)}; }
-    // Whoever is last to take one takes a short one.
+    // The tasks taken last should be short.
     static void longest_first(std::vector<Task> &tasks) {
         std::stable_sort(tasks.begin(), tasks.end(),
                          [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
@@ -59,15 +59,15 @@ private:
     void add_nodes(const SharedNode *first, const SharedNode *last) {
         int64_t rows = 0, tasks = 0;
         for (const SharedNode *node = first; node < last; node++) rows += node->count;
-        made.tokens.reserve(size_t(rows));  // tasks point into it
-        const int64_t at_once = std::clamp<int64_t>(rows * layer_.kv_heads / pool().threads(), LEAST_ROWS, QUERIES);  // so that no thread waits
+        made.tokens.reserve(size_t(rows));  // tasks point into it, so it must not grow
+        const int64_t at_once = std::clamp<int64_t>(rows * layer_.kv_heads / pool().threads(), LEAST_ROWS, QUERIES);  // enough tasks for all threads
         for (const SharedNode *node = first; node < last; node++) tasks += (node->count + at_once - 1) / at_once * layer_.kv_heads;
         for (const SharedNode *node = first; node < last; node++)
             for (int64_t i = 0; i < node->count; i += at_once)
                 add_node(*node, step_.shared_rows + node->first + i, std::min<int64_t>(at_once, node->count - i), at_most(tasks));
     }
 
-    // Rows whose window begins behind the keys of a node have no part in it.
+    // Rows whose window starts after the keys of a node are skipped.
     void add_node(const SharedNode &node, const int32_t *rows, int64_t count, int64_t most) {
         const int32_t *tokens = made.tokens.data() + made.tokens.size();
         std::vector<int64_t> readers;
@@ -90,7 +90,7 @@ private:
         for (int64_t head = 0; head < layer_.kv_heads; head++) add_pieces({rows[0], tokens[0], queries, tokens, head, 0, 0, 0, nullptr, 0}, pieces);
     }
 
-    // Some queries of a row over the keys that it has for itself. Keys behind the window of the first one are no part of it.
+    // Some queries of a row over the keys that it reads alone. Keys behind the window of the first query are skipped.
     void add_queries(int64_t row, int64_t token, int64_t most) {
         const int64_t queries = std::min<int64_t>(QUERIES, step_.query_start[row + 1] - token);
         const int64_t begin = std::max(own_[row], first_of(token)), end = step_.positions[token + queries - 1] + 1;
@@ -100,7 +100,7 @@ private:
             for (int64_t part = parts_of_[row]; part >= 0; part = parts_[part].before)
                 for (int64_t piece = 0; piece < parts_[part].pieces; piece++, task.parts++)
                     made.places.push_back(parts_[part].partial + (head * parts_[part].pieces + piece) * parts_[part].stride);
-            if (pieces.count > 1) {  // all of them at once: what is left to the last task is to put them together
+            if (pieces.count > 1) {  // all keys are in pieces: the last task only merges them
                 for (int64_t piece = 0; piece < pieces.count; piece++, task.parts++) made.places.push_back(made.partials + piece * queries * group_);
                 add_pieces(task, pieces);
                 task.begin = end;

@@ -1,4 +1,4 @@
-// The attention of a step, cut into tasks that threads take one by one.
+// The attention of a step, divided into tasks that threads take one by one.
 #pragma once
 #include <vector>
 
@@ -8,13 +8,13 @@ namespace octavo {
 
 struct Tasks {
     std::vector<Task> first;
-    std::vector<Task> last;       // those that put parts together: they begin when all of the first are done
-    std::vector<int64_t> places;  // that tasks point to
-    std::vector<int32_t> tokens;  // the same
+    std::vector<Task> last;       // tasks that merge parts: they start when all of the first are done
+    std::vector<int64_t> places;  // arrays that tasks point to
+    std::vector<int32_t> tokens;  // arrays that tasks point to
     int64_t partials = 0;
 };
 
-// Layers with as many heads, the same window and the same block table have the same tasks.
+// Layers with the same heads, window and block table have the same tasks.
 class StepTasks {
 public:
     StepTasks(const Model &model, const Step &step);
@@ -27,7 +27,7 @@ private:
     int64_t partial_numbers_ = 1;
 };
 
-float *partials_for(const StepTasks &tasks);  // memory for the parts of contexts
+float *partials_for(const StepTasks &tasks);  // memory for partial results
 
 void attend(const Model &model, const Layer &layer, const Step &step, const Tasks &tasks, const float *qkv, const Target &out, float *partials,
             Worker &me);

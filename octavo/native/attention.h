@@ -1,10 +1,10 @@
-// Attention over all kinds of caches, in floats, for every level.
+// Attention over caches of every format, in float32, for every level.
 //
-// A tile is 64 keys of one kv head. Keys and values become floats once for all queries of a task, unless they are floats already.
-// Heads are padded with zeros to whole groups of 16 dimensions.
+// A tile is 64 keys of one kv head. Keys and values are converted to floats once for all queries of a task, unless they are floats.
+// Heads are padded with zeros to multiples of 16 dimensions.
 //
 //     scores    each key times each query; the sums of 16 keys are folded into 16 lanes
-//     weights   online softmax: exp(score - largest so far), of scores that were capped where the layer caps them
+//     weights   online softmax: exp(score - largest so far), after the layer's cap on scores, if any
 //     sums      weight times value, 16 dimensions at a time
 #pragma once
 #include "products.h"
@@ -12,11 +12,11 @@
 namespace octavo {
 namespace {
 
-const int KEYS = 64;             // looked at together
-const int AHEAD = 8;             // keys that are asked for before they are needed: they lie in pieces too small for the hardware to guess
+const int KEYS = 64;             // processed together
+const int AHEAD = 8;             // keys prefetched: they are in pieces too small for the hardware prefetcher
 const int QUERIES_AT_ONCE = 4;   // their sums stay in registers
 
-struct Slots {  // of a row's positions, one after the other, through its block table
+struct Slots {  // iterates over the slots of a row's positions, through its block table
     const int32_t *block;
     int64_t size, at;
 
@@ -28,7 +28,7 @@ struct Slots {  // of a row's positions, one after the other, through its block 
     }
 };
 
-struct Online {  // softmax over keys that come a few at a time: the largest score so far, and the sum of weights relative to it
+struct Online {  // online softmax: the largest score so far, and the sum of weights relative to it
     float largest, total;
 };
 
@@ -36,17 +36,17 @@ inline const int32_t *table_of(const Layer &layer, const Step &step, int64_t row
     return step.tables + layer.cache_group * step.table_stride + row * step.table_width;
 }
 
-// Adds what was summed over other keys. part: the sums, and behind them the largest score and the total
+// Merges a partial result over other keys. part: the sums, followed by the largest score and the total
 inline void join(const float *part, int64_t dim, Online &state, float *sums) {
     const float largest = std::max(state.largest, part[dim]);
-    if (largest == -INFINITY) return;  // nothing was seen so far
+    if (largest == -INFINITY) return;  // no keys so far
     const float mine = state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
     const float other = part[dim] == -INFINITY ? 0.0f : fast_exp(part[dim] - largest);
     for (int64_t i = 0; i < dim; i++) sums[i] = sums[i] * mine + part[i] * other;
     state = {largest, state.total * mine + part[dim + 1] * other};
 }
 
-// A task's result: the weighted values divided by their total; or, for a part of the context, undivided with both numbers behind.
+// The result of a task: the weighted values divided by their total; or, for a part of the context, undivided and followed by both numbers.
 inline void finish(const Layer &layer, const Task &task, Online state, float *sums, int64_t query, int64_t head, const Target &out,
                    float *partials) {
     int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
@@ -64,7 +64,7 @@ inline void finish(const Layer &layer, const Task &task, Online state, float *su
 
 inline int64_t cache_item(const Model &model) { return model.cache_kind == OCTAVO_F32 ? 4 : model.cache_kind == OCTAVO_Q8 ? 1 : 2; }
 
-// A head out of the cache, as floats, with zeros up to `width`.
+// Loads a head from the cache as floats, with zeros up to `width`.
 inline void load_head(const Model &model, int64_t dim, const void *from, float scale, int64_t width, float *to) {
     const int64_t whole = dim / LANE_COUNT * LANE_COUNT;
     auto each = [&](auto *values, auto load16, auto one) {
@@ -82,12 +82,12 @@ struct FloatTile {  // 64 keys of one kv head
     int64_t count;
 };
 
-// Keys [begin, begin + count) of a row, found through its block table. memory: [2][KEYS][width]
+// Loads keys [begin, begin + count) of a row, through its block table. memory: [2][KEYS][width]
 inline void load_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, int64_t width,
                       float *memory, FloatTile &tile) {
     const int64_t bytes = layer.head_dim * cache_item(model);
     const bool in_place = model.cache_kind == OCTAVO_F32 && width == layer.head_dim, scaled = model.cache_kind == OCTAVO_Q8;
-    int64_t head[KEYS];  // which of the cache
+    int64_t head[KEYS];  // indices into the cache
     Slots slots(table, layer.block_size, begin);
     tile.count = std::min<int64_t>(KEYS, count);
     for (int64_t i = 0; i < tile.count; i++) {
@@ -95,7 +95,7 @@ inline void load_tile(const Model &model, const Layer &layer, const int32_t *tab
         tile.keys[i] = in_place ? (const float *)layer.k_cache + head[i] * width : memory + i * width;
         tile.values[i] = in_place ? (const float *)layer.v_cache + head[i] * width : memory + (KEYS + i) * width;
     }
-    for (int64_t i = tile.count; i < KEYS; i++) tile.keys[i] = tile.keys[0];  // any key will do: what it gives is not looked at
+    for (int64_t i = tile.count; i < KEYS; i++) tile.keys[i] = tile.keys[0];  // any valid key: its scores are ignored
     auto place = [&](const void *cache, int64_t i) { return (const char *)cache + head[i] * bytes; };
     for (int64_t i = 0; i < tile.count && !in_place; i++) {
         for (int64_t at = 0; i + AHEAD < tile.count && at < bytes; at += 64) {
@@ -107,8 +107,8 @@ inline void load_tile(const Model &model, const Layer &layer, const int32_t *tab
     }
 }
 
-// Scores of one query against a tile become weights; largest so far and total are brought up to date. Only keys [low, high) are
-// seen, the others get no weight. Returns by how much what was summed before shrinks. cap: of the scaled scores, or 0
+// Converts scores of one query against a tile to weights, and updates the largest score and the total. Only keys [low, high) are
+// visible, the others get weight 0. Returns the factor by which earlier sums shrink. cap: of the scaled scores, or 0
 inline float weigh(Online &state, float *scores, int64_t low, int64_t high, float scale, float cap) {
     if (low >= high) {
         std::fill(scores, scores + KEYS, 0.0f);
@@ -139,7 +139,7 @@ inline float weigh(Online &state, float *scores, int64_t low, int64_t high, floa
     return shrink;
 }
 
-// R queries against keys [j, j + 16) of a tile.
+// R queries times keys [j, j + 16) of a tile.
 template <int R> inline void score_keys(const FloatTile &tile, int j, const float *q, int64_t width, float (*scores)[KEYS]) {
     Vector made[R][LANE_COUNT];
     for (int i = 0; i < LANE_COUNT; i += 2) {
@@ -158,7 +158,7 @@ template <int R> inline void score_keys(const FloatTile &tile, int j, const floa
     for (int r = 0; r < R; r++) store(sums_of(made[r]), scores[r] + j);
 }
 
-// Values of keys [low, high), weighted, for D * 16 dimensions of R queries.
+// The weighted sum of keys [low, high), for D * 16 dimensions of R queries.
 template <int R, int D>
 inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t d, int64_t width, const float (*weights)[KEYS], const float *shrink,
                        float *sums) {
@@ -174,7 +174,7 @@ inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t
         for (int i = 0; i < D; i++) store(acc[r][i], sums + r * width + d + i * LANE_COUNT);
 }
 
-// R queries against a tile, of which query r sees keys [low[r], high[r]). q, sums: [R][width]
+// R queries against a tile; query r sees keys [low[r], high[r]). q, sums: [R][width]
 template <int R>
 void attend_tile(const FloatTile &tile, const float *q, int64_t width, const int64_t *low, const int64_t *high, float scale, float cap,
                  Online *states, float *sums) {
@@ -184,7 +184,7 @@ void attend_tile(const FloatTile &tile, const float *q, int64_t width, const int
     for (int r = 0; r < R; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
     for (int j = 0; j < last; j += LANE_COUNT) score_keys<R>(tile, j, q, width, scores);
     for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale, cap);
-    const int D = PARTS == 1 ? 2 : 1;  // enough sums at once that none has to wait for the one before
+    const int D = PARTS == 1 ? 2 : 1;  // enough independent sums that none waits for the previous one
     int64_t d = 0;
     for (; d + D * LANE_COUNT <= width; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, width, scores, shrink, sums);
     for (; d < width; d += LANE_COUNT) add_values<R, 1>(tile, first, last, d, width, scores, shrink, sums);

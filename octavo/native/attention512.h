@@ -1,7 +1,7 @@
-// Attention with 512-bit registers, for caches of bfloat16 and of codes of 8 bits, heads of a multiple of 32 dimensions.
+// Attention with 512-bit registers, for bfloat16 and int8 caches, with heads of a multiple of 32 dimensions.
 //
-// A tile is 64 keys. Keys of bfloat16 are read where they lie; codes are widened to bfloat16 first, which is exact, and their
-// scales are put on the scores and on the weights.
+// A tile is 64 keys. bfloat16 keys are read in place; int8 values are converted to bfloat16 first, which is exact, and their
+// scales are applied to the scores and the weights.
 //
 //     scores    each key times each query, 16 sums at a time folded into one register of 16 scores
 //     weights   online softmax: exp(score - largest so far)
@@ -33,7 +33,7 @@ inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
     }
 }
 
-// Where keys [begin, begin + count) of a row lie, found through its block table.
+// Finds the addresses of keys [begin, begin + count) of a row, through its block table.
 inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, Tile &tile) {
     const int64_t bytes = layer.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
     tile.count = std::min<int64_t>(KEYS, count);
@@ -47,14 +47,14 @@ inline void find_tile(const Model &model, const Layer &layer, const int32_t *tab
         tile.key_scale[i] = layer.k_scale[head];
         tile.value_scale[i] = layer.v_scale[head];
     }
-    for (int64_t i = std::max<int64_t>(0, tile.count); i < KEYS; i++) {  // any key will do: what it gives is masked
+    for (int64_t i = std::max<int64_t>(0, tile.count); i < KEYS; i++) {  // any valid key: its scores are masked
         tile.keys[i] = tile.keys[0];
         tile.values[i] = tile.values[0];
         tile.key_scale[i] = tile.value_scale[i] = 0.0f;
     }
 }
 
-// Codes become numbers, in widened: [2][KEYS][dim].
+// Converts int8 values to bfloat16, in widened: [2][KEYS][dim].
 inline void widen_tile(Tile &tile, int64_t dim, uint16_t *widened) {
     for (int64_t i = 0; i < KEYS; i++) {
         widen((const int8_t *)tile.keys[i], widened + i * dim, dim);
@@ -64,7 +64,7 @@ inline void widen_tile(Tile &tile, int64_t dim, uint16_t *widened) {
     }
 }
 
-// Asks for a key and its value before they are needed: they lie in pieces too small for the hardware to guess.
+// Prefetches a key and its value: they are in pieces too small for the hardware prefetcher.
 inline void prefetch_key(const Tile &tile, int64_t i, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) {
         _mm_prefetch((const char *)tile.keys[i] + at, _MM_HINT_T0);
@@ -72,8 +72,8 @@ inline void prefetch_key(const Tile &tile, int64_t i, int64_t bytes) {
     }
 }
 
-// Scores of one query against a tile become weights; largest so far and total are brought up to date.
-// Returns by how much what was summed before shrinks. cap: of the scaled scores, or 0
+// Converts scores of one query against a tile to weights, and updates the largest score and the total.
+// Returns the factor by which earlier sums shrink. cap: of the scaled scores, or 0
 inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale, float cap) {
     __m512 largest = _mm512_set1_ps(state.largest);
     const uint64_t seen = (high >= KEYS ? ~0ull : (1ull << std::max<int64_t>(0, high)) - 1) & (low >= KEYS ? 0 : ~0ull << low);
@@ -103,7 +103,7 @@ inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, 
 
 inline __m512bh load_bh(const uint16_t *x) { return (__m512bh)_mm512_loadu_si512(x); }
 
-// Pairs of keys side by side, for 32 dimensions of two keys: the first 16 dimensions, and the second.
+// Interleaves two keys, for 32 dimensions: the first 16 dimensions, and the second.
 struct Pairing {
     __m512i first, second;
     Pairing() {
@@ -171,13 +171,13 @@ template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const
     }
 }
 
-// The queries of a task as bfloat16, query by query and head by head, and what each may see. Returns how many.
+// The queries of a task in bfloat16, query by query and head by head, and their visible positions. Returns how many there are.
 struct Queries {
     uint16_t *values;             // [count][dim]
     float *sums;                  // [count][dim]
     Online *states;
-    int64_t *first, *last;        // positions each may see: [first, last]
-    int64_t earliest;             // of any of them
+    int64_t *first, *last;        // positions that each may see: [first, last]
+    int64_t earliest;             // the first position that any of them may see
     int64_t count;
 };
 

@@ -1,11 +1,11 @@
-// Attention of many queries with tiles. A set is 16 queries, one in each lane; it meets 64 keys at a time:
+// Attention of many queries with AMX tiles. A set is 16 queries, one per lane, processed against 64 keys at a time:
 //
-//     scores [64 keys x 16]  = keys [64 x dim] * queries^T      B tiles: queries turned round, pairs of dimensions side by side
+//     scores [64 keys x 16]  = keys [64 x dim] * queries^T      B tiles: queries transposed, pairs of dimensions interleaved
 //     weights [64 keys x 16]   by online softmax, lane by lane, in bfloat16
-//     sums [dim x 16]       += values^T [dim x 64] * weights    A tiles: values turned round; B tiles: pairs of keys side by side
+//     sums [dim x 16]       += values^T [dim x 64] * weights    A tiles: values transposed; B tiles: pairs of keys interleaved
 //
-// Keys and values of a tile are brought into these shapes once for all sets of the task. Scores are not capped here: layers that cap
-// them have kernels without tiles.
+// Keys and values of a tile are converted to these layouts once for all sets of the task. Scores are not capped here: layers with a
+// cap use kernels without tiles.
 #pragma once
 #include "attention512.h"
 
@@ -14,9 +14,9 @@ namespace {
 
 const int64_t AT_LEAST_QUERIES = 16;
 const int64_t LANES = 16;
-const float NOTHING = -1e30f;  // the largest score before any was seen
+const float NOTHING = -1e30f;  // the initial largest score
 
-// Rows become columns: 16 x 16 numbers of 32 bits.
+// Transposes 16 x 16 numbers of 32 bits.
 inline void transpose16(__m512i *r) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -43,18 +43,18 @@ inline void transpose16(__m512i *r) {
     }
 }
 
-const int64_t TILE_HALVES = 16 * 32;  // numbers of bfloat16 in a tile
+const int64_t TILE_HALVES = 16 * 32;  // bfloat16 numbers in a tile
 
 struct Set {
     uint16_t *queries;            // [dim / 32][16 pairs of dimensions][16][2]
     float *sums;                  // [dim][16]
-    __m512 largest, total;        // scores count in powers of two here
-    __m512i first, last;          // positions each may see
-    int64_t earliest, latest;     // of any of them
+    __m512 largest, total;        // scores are in units of log2 here
+    __m512i first, last;          // positions that each may see
+    int64_t earliest, latest;     // positions that any of them may see
     int64_t all_from, all_to;     // positions that all may see
 };
 
-// 16 rows of bfloat16 become tiles of pairs: to [dim / 32][16 pairs][16 rows][2]
+// Converts 16 rows of bfloat16 to tiles of pairs: to [dim / 32][16 pairs][16 rows][2]
 inline void turn(const uint16_t *rows, int64_t dim, uint16_t *to) {
     for (int64_t d = 0; d < dim; d += 32, to += TILE_HALVES) {
         __m512i r[16];
@@ -140,8 +140,8 @@ inline void sum_tiles(const uint16_t *values, const uint16_t *weights, int64_t d
     }
 }
 
-// Scores [64][16] of keys from position `begin` on become weights [32 pairs][16][2], and what was summed shrinks to them.
-// EDGE: not all queries may see all keys.
+// Converts scores [64][16] of keys from position `begin` on to weights [32 pairs][16][2], and scales earlier sums accordingly.
+// EDGE: some queries may not see all keys.
 template <bool EDGE, bool SCALED>
 void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
     const __m512 factor = _mm512_set1_ps(scale * LOG2_E), never = _mm512_set1_ps(-INFINITY);
@@ -185,7 +185,7 @@ inline void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, in
     else (edge ? weigh_set<true, false> : weigh_set<false, false>)(set, tile, begin, scale, dim, scores, weights);
 }
 
-// The lanes of a set become rows again: sums [16][dim].
+// Transposes the lanes of a set back to rows: sums [16][dim].
 inline void finish_set(const Set &set, int64_t dim, Online *states, float *rows) {
     alignas(64) float largest[LANES], total[LANES];
     _mm512_store_ps(largest, set.largest);
@@ -225,7 +225,7 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
             while (i < count && (sets[i].latest < begin || sets[i].earliest >= begin + KEYS)) i++;
             return i;
         };
-        // Tiles score the next set while the registers weigh this one.
+        // Tiles compute the scores of the next set while the vector units process this one.
         int64_t now = next_seeing(0), turn = 0;
         if (now < count) score_tiles(keys, sets[now].queries, dim, scores[0]);
         for (int64_t next; now < count; now = next, turn ^= 1) {

@@ -1,19 +1,19 @@
-// Attention in float16 over caches of it, heads of a multiple of 16 dimensions. Shared by the levels neon and i8mm.
+// Attention in float16 over float16 caches, with heads of a multiple of 16 dimensions. Shared by the levels neon and i8mm.
 //
-// A tile is 64 keys, read where they lie. Products of 32 dimensions or of 32 keys are summed in float16, and then in floats.
+// A tile is 64 keys, read in place. Products of 32 dimensions or of 32 keys are summed in float16, and then in float32.
 //
-//     scores    each key times each query, which is made at most 1/64, so that no key is too large;
+//     scores    each key times each query, which is scaled to at most 1/64, so that no key overflows;
 //               the sums of 8 keys are folded into 8 lanes
-//     weights   online softmax, in floats, then float16
-//     sums      weight times value, 16 dimensions at a time; values so large that a sum passes float16's end are weighted
-//               again by 1/64, which would cost small values digits
+//     weights   online softmax in float32, then float16
+//     sums      weight times value, 16 dimensions at a time; if values are so large that a sum overflows float16, they are weighted
+//               again by 1/64, which would lose precision for small values
 #pragma once
 #include "attention_panels.h"
 
 namespace octavo {
 namespace {
 
-const float ROOM = 64;           // for 32 products of the largest numbers there are, and what rounding adds
+const float ROOM = 64;           // for 32 products of the largest numbers, and rounding
 
 inline bool fits_halves(const Model &model, const Layer &layer) { return model.cache_kind == OCTAVO_F16 && layer.head_dim % LANE_COUNT == 0; }
 
@@ -22,7 +22,7 @@ struct HalfTile {                // 64 keys of one kv head
     int64_t count;
 };
 
-// Where keys [begin, begin + count) of a row lie, found through its block table; zeros stand for those that are missing.
+// Finds the addresses of keys [begin, begin + count) of a row, through its block table; missing keys are zero.
 inline void find_tile(const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count,
                       const float16_t *zeros, HalfTile &tile) {
     tile.count = std::clamp<int64_t>(count, 0, KEYS);
@@ -35,7 +35,7 @@ inline void find_tile(const Layer &layer, const int32_t *table, int64_t kv_head,
     for (int64_t i = tile.count; i < KEYS; i++) tile.keys[i] = tile.values[i] = zeros;
 }
 
-// Asks for 8 keys and their values before they are needed: they lie in pieces too small for the hardware to guess.
+// Prefetches 8 keys and their values: they are in pieces too small for the hardware prefetcher.
 INLINE void prefetch_keys(const HalfTile &tile, int64_t j, int64_t dim) {
     for (int64_t i = j; i < std::min<int64_t>(j + 8, tile.count); i++)
         for (int64_t d = 0; d < dim; d += 32) {
@@ -44,7 +44,7 @@ INLINE void prefetch_keys(const HalfTile &tile, int64_t j, int64_t dim) {
         }
 }
 
-// R queries against 8 keys, over D dimensions: their sums, one in each lane.
+// R queries times 8 keys, over D dimensions: their sums, one per lane.
 template <int R, int D> INLINE void score_dimensions(const float16_t *const *keys, const float16_t *q, int64_t dim, int64_t d, float16x8_t *sums) {
     float16x8_t x[R][D / 8];
     for (int r = 0; r < R; r++)
@@ -71,7 +71,7 @@ template <int R, int D> INLINE void score_dimensions(const float16_t *const *key
     fold(sums, others);
 }
 
-// R queries against keys [j, j + 8) of a tile.
+// R queries times keys [j, j + 8) of a tile.
 template <int R> INLINE void score_keys(const HalfTile &tile, int64_t j, const float16_t *q, int64_t dim, float (*scores)[KEYS]) {
     float32x4_t low[R], high[R];
     for (int r = 0; r < R; r++) low[r] = high[r] = vdupq_n_f32(0);
@@ -94,7 +94,7 @@ template <int R> INLINE void score_keys(const HalfTile &tile, int64_t j, const f
     for (int r = 0; r < R; r++) vst1q_f32(scores[r] + j, low[r]), vst1q_f32(scores[r] + j + 4, high[r]);
 }
 
-struct HalfWeights {             // of R queries, as float16: 1 / room of what they are
+struct HalfWeights {             // of R queries, in float16: divided by `room`
     float16_t (*values)[KEYS];
     float room;
 };
@@ -110,11 +110,11 @@ template <int COUNT> INLINE bool all_finite(const Lanes *acc) {
     Vector check = {};
     for (int i = 0; i < COUNT; i++)
         for (int p = 0; p < PARTS; p++) check += acc[i].part[p] * 0.0f;
-    return vmaxvq_f32((float32x4_t)check) == 0;  // NaN is larger than any number here
+    return vmaxvq_f32((float32x4_t)check) == 0;  // as bits, NaN is larger than any number
 }
 
-// Values of keys [first, last), multiples of 8, weighted, for D * 16 dimensions of R queries. Returns whether sums are finite; else
-// they stay as they were, unless there is room already.
+// The weighted sum of keys [first, last), multiples of 8, for D * 16 dimensions of R queries. Returns whether the sums are finite;
+// otherwise they are not changed, unless there is room already.
 template <int R, int D>
 INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_t d, int64_t dim, const HalfWeights &weights, const float *shrink,
                        float *sums) {
@@ -144,7 +144,7 @@ INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_
     return true;
 }
 
-// R queries against a tile, of which query r sees keys [low[r], high[r]). q: [R][dim], scale: of each; sums: [R][dim]
+// R queries against a tile; query r sees keys [low[r], high[r]). q: [R][dim], scale: of each; sums: [R][dim]
 template <int R>
 void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
                  const float *scale, float cap, Online *states, float *sums) {
@@ -159,7 +159,7 @@ void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q,
         score_keys<R>(tile, j, q, dim, scores);
     }
     for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale[r], cap);
-    const int D = R < 4 ? 2 : 1;  // enough sums at once that none has to wait for the one before
+    const int D = R < 4 ? 2 : 1;  // enough independent sums that none waits for the previous one
     int64_t d = 0;
     for (float room : {1.0f, ROOM}) {
         for (int r = 0; r < R; r++) halve_weights(scores[r], room, halves[r]);
@@ -171,16 +171,16 @@ void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q,
     }
 }
 
-struct HalfQueries {             // of a task, query by query and head by head
+struct HalfQueries {             // the queries of a task, query by query and head by head
     float16_t *values;           // [count][dim], at most 1 / ROOM
     float *sums;                 // [count][dim]
-    float *scale;                // [count]: of scores
+    float *scale;                // [count]: scale of scores
     Online *states;
     int64_t *positions;          // [count]
-    int64_t earliest, count;     // earliest: the first position any of them may see
+    int64_t earliest, count;     // earliest: the first position that any of them may see
 };
 
-// memory: for whole blocks of ROWS queries. Those that are missing are zeros.
+// memory: for whole blocks of ROWS queries. Missing queries are zero.
 inline HalfQueries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads, count = task.queries * group;
     const int64_t whole = (count + ROWS - 1) / ROWS * ROWS;
@@ -204,7 +204,7 @@ inline HalfQueries load_queries(const Layer &layer, const Step &step, const floa
     return queries;
 }
 
-// Which keys of a tile of `count`, which begins at `begin`, the queries at some positions see. A missing one sees none.
+// The keys that queries at some positions see, in a tile of `count` keys that starts at `begin`. A missing query sees none.
 struct Seen {
     int64_t low[ROWS], high[ROWS];
 
@@ -223,14 +223,14 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
     const int32_t *table = table_of(layer, step, task.row);
     float *memory = (float *)scratch;
-    std::fill(memory, memory + dim, 0.0f);  // a key that is missing
+    std::fill(memory, memory + dim, 0.0f);  // a missing key
     const PanelTile panels{(float16_t *)(memory + dim), (float16_t *)(memory + dim) + KEYS * dim};
     const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim + KEYS * dim);
     HalfTile tile, next, none;
     none.count = 0;
     int64_t begin = std::max(task.begin, queries.earliest);
     find_tile(layer, table, task.kv_head, begin, task.end - begin, (const float16_t *)memory, next);
-    for (int64_t j = 0; j < next.count && queries.count < MANY; j += 8) prefetch_keys(next, j, dim);  // a few queries would wait for each
+    for (int64_t j = 0; j < next.count && queries.count < MANY; j += 8) prefetch_keys(next, j, dim);  // only small batches would wait for the keys
     for (; begin < task.end; begin += KEYS) {
         tile = next;
         find_tile(layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);

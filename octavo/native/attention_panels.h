@@ -1,8 +1,8 @@
-// Attention of many queries in float16: a tile's keys and values are laid out like panels of weights, and 8 queries at a time are
-// multiplied by them as rows are. The layout costs less than it saves from two dozen queries on.
+// Attention of many queries in float16: the keys and values of a tile are copied to the layout of weight panels, and 8 queries at a
+// time are multiplied by them like rows of x. The copy costs less than it saves from two dozen queries on.
 //
 //     scores    queries times panels of 16 keys
-//     weights   online softmax, in floats, then float16
+//     weights   online softmax in float32, then float16
 //     sums      weights times panels of 16 dimensions
 #pragma once
 #include "neon.h"
@@ -11,18 +11,18 @@ namespace octavo {
 namespace {
 
 const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
-const int64_t CHAIN = 8;         // dimensions of scores that are added one after the other. More would be off by more than in `score_keys`
-const int64_t MANY = 24;         // queries that are worth the layout
+const int64_t CHAIN = 8;         // dimensions of scores that are summed in sequence. More would be less accurate than `score_keys`
+const int64_t MANY = 24;         // queries from which on the layout pays off
 const int ROWS = 8;              // queries multiplied at once
 const int MOST_SPANS = 32;       // of CHAIN dimensions
-const float MOST_VALUE = 2016;   // of which 32 with weights up to 1 stay below float16's end, and what rounding adds
+const float MOST_VALUE = 2016;   // 32 of these with weights up to 1 stay below float16's limit, including rounding
 
 struct PanelTile {               // 64 keys of one kv head
     float16_t *keys;             // [64 / 16][dim][16]
     float16_t *values;           // [dim / 16][64][16]
 };
 
-// 8 keys of 8 dimensions -> 8 dimensions of 8 keys. stride: from one dimension to the next; check: 0, unless a key is not finite
+// Transposes 8 keys of 8 dimensions. stride: from one dimension to the next; check: 0, unless a key is not finite
 INLINE void turn(const float16_t *const *keys, int64_t d, float16_t *to, int64_t stride, float16x8_t &check) {
     uint16x8_t a[8];
     uint32x4_t b[8];
@@ -45,7 +45,7 @@ INLINE void turn(const float16_t *const *keys, int64_t d, float16_t *to, int64_t
     }
 }
 
-// keys, values: where each lies. Returns whether keys are finite, and values at most MOST_VALUE.
+// keys, values: addresses of each. Returns whether keys are finite, and values at most MOST_VALUE.
 inline bool lay_out(const float16_t *const *keys, const float16_t *const *values, int64_t dim, const PanelTile &to) {
     float16x8_t most = vdupq_n_f16(0), check = most;
     for (int64_t j = 0; j < KEYS; j += 8) {
@@ -57,17 +57,17 @@ inline bool lay_out(const float16_t *const *keys, const float16_t *const *values
                 vst1q_f16(to.values + (d / P * KEYS + i) * P + d % P, numbers);
             }
     }
-    return float(vmaxvq_f16(vaddq_f16(most, check))) <= MOST_VALUE;  // a NaN is not
+    return float(vmaxvq_f16(vaddq_f16(most, check))) <= MOST_VALUE;  // false for NaN
 }
 
-// 8 rows of x times a panel. add(row, sums) gets the sums of its spans in float16, 2 * ROWS registers apart
+// 8 rows of x times a panel. add(row, sums) receives the sums of its spans in float16, 2 * ROWS registers apart
 template <class Add> INLINE void multiply_panel(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, int64_t spans, Add add) {
     float16x8_t memory[1 + MOST_SPANS][ROWS][2];
     sum_eight_rows(w, x, stride, span, spans, memory);
     for (int r = 0; r < ROWS; r++) add(r, memory[1][r]);
 }
 
-// An even number of sums of CHAIN dimensions, added in float16 up to CARRY dimensions, and then in floats.
+// Adds an even number of sums of CHAIN dimensions, in float16 up to CARRY dimensions, and then in float32.
 INLINE Lanes carry_chains(const float16x8_t *sums, int64_t count) {
     auto pair = [&](int64_t i, int half) { return vaddq_f16(sums[i * 2 * ROWS + half], sums[(i + 1) * 2 * ROWS + half]); };
     const int64_t fours = CARRY / CHAIN;  // 4
@@ -80,8 +80,8 @@ INLINE Lanes carry_chains(const float16x8_t *sums, int64_t count) {
     return acc;
 }
 
-// 2^t for 16 numbers, as `power` has it, step by step for all: none waits for itself. Numbers of the polynomial are read again each
-// time, as a sum takes the register that it begins with.
+// 2^t for 16 numbers, like `power`, interleaved to hide latency. The coefficients are loaded each time, because a fused multiply-add
+// overwrites its addend.
 INLINE void rough_powers(float32x4_t (&t)[4]) {
     const float MAGIC = 12582912.0f, A = 0.0559178628f, B = 0.240247443f, C = 0.693121791f, D = 0.999999285f;
     alignas(16) static const float numbers[4][4] = {{A, A, A, A}, {B, B, B, B}, {C, C, C, C}, {D, D, D, D}};
@@ -100,7 +100,7 @@ INLINE void rough_powers(float32x4_t (&t)[4]) {
     }
 }
 
-// Scores of one query against a tile become weights of float16. See `weigh`.
+// Converts scores of one query against a tile to float16 weights. See `weigh`.
 inline float weigh_halves(Online &state, float *scores, int64_t low, int64_t high, float cap, float16_t *to) {
     if (low >= high) {
         std::fill(to, to + KEYS, float16_t(0));

@@ -1,4 +1,4 @@
-// Codes multiplied by AVX-512 with VNNI: a register is a quad of codes for all 16 rows of a panel.
+// Products of codes with AVX-512 VNNI: a register holds a quad of codes for all 16 rows of a panel.
 #pragma once
 #include "generic.h"
 

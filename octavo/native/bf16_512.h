@@ -1,14 +1,14 @@
-// Products of bfloat16 by AVX-512: a register is a pair of k for all 16 rows of a panel. Shared by the levels avx512bf16 and amx.
+// Products of bfloat16 with AVX-512: a register holds a pair of k for all 16 rows of a panel. Shared by the levels avx512bf16 and amx.
 #pragma once
 #include "avx512.h"
 
 namespace octavo {
 namespace {
 
-// 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.
-// To the last bit or two; ROUGH: to 3e-6 of itself.
+// 2^t for t from -126, where subnormals begin, to 127; smaller t count as -126. NaN stays NaN.
+// Accurate to the last bit or two; ROUGH: to a relative error of 3e-6.
 template <bool ROUGH = false> inline __m512 power512(__m512 t) {
-    t = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);  // in this order
+    t = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);  // the operand order matters for NaN
     __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT), rest = _mm512_sub_ps(t, whole), p;
     auto polynomial = [&](float highest, std::initializer_list<float> others) {
         p = _mm512_set1_ps(highest);
@@ -19,14 +19,14 @@ template <bool ROUGH = false> inline __m512 power512(__m512 t) {
     return _mm512_scalef_ps(p, whole);
 }
 
-// x / (1 + exp(-x)), by a reciprocal made exact to the last bit or two.
+// x / (1 + exp(-x)), with a reciprocal that is refined to the last bit or two.
 inline __m512 silu512(__m512 x) {
     __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
     __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), power512(t)), guess = _mm512_rcp14_ps(below);
     return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(guess, below, _mm512_set1_ps(2.0f))));
 }
 
-// Two lists of 16 numbers of bfloat16, one behind the other, become pairs by this permutation.
+// The permutation that interleaves two registers of 16 bfloat16 numbers.
 inline __m512i interleave512() {
     return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
 }
@@ -40,7 +40,7 @@ inline __m512 bias512(const Matrix &matrix, int64_t panel) {
 
 inline void store512(__m512 values, float *y, int64_t left) { _mm512_mask_storeu_ps(y, first_lanes(left), values); }
 
-// 16 results of a row, from column `begin` on; `left` are wanted.
+// Stores 16 results of a row, from column `begin` on; only `left` of them are valid.
 inline void put512(__m512 values, const Target &target, int64_t row, int64_t begin, int64_t left) {
     int64_t place = row * target.stride + begin;
     if (target.halves) _mm256_mask_storeu_epi16(target.halves + place, first_lanes(left), (__m256i)_mm512_cvtneps_pbh(values));
@@ -55,7 +55,7 @@ inline __m512bh pair(const uint16_t *x) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// U sums for each row, so that a step need not wait for the one before. w: a panel of bfloat16.
+// U sums for each row, so that a step does not wait for the previous one. w: a panel of bfloat16.
 template <int R> void block_bf16(const uint16_t *w, const Rows &rows, int64_t row, Lanes *sums) {
     const int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
     const uint16_t *x = rows.halves + row * rows.stride;
@@ -73,10 +73,10 @@ template <int R> void block_bf16(const uint16_t *w, const Rows &rows, int64_t ro
     }
 }
 
-// Codes as bfloat16, for products of many rows: 32 k of a panel at a time, to [16 pairs of k][16][2].
+// Unpacks codes to bfloat16, for large batches: 32 k of a panel at a time, to [16 pairs of k][16][2].
 //
-// A code is shifted into the first digits behind the point of a float 1.0, which makes it 1 + code / 16 (or / 256), and scale
-// and offset make that what it stands for.
+// A code is shifted into the top fraction bits of a float 1.0, which makes it 1 + code / 16 (or / 256); an adjusted scale
+// and offset convert that to the weight.
 template <Digits D> struct Unpacker {
     static const bool FOUR = D != Digits::BYTES, SMALL = D == Digits::NIBBLES;
     const Matrix &matrix;
@@ -119,7 +119,7 @@ template <Digits D> struct Unpacker {
     }
 };
 
-// A whole panel. to: [stride / 2][16][2]
+// Unpacks a whole panel. to: [stride / 2][16][2]
 template <Digits D> void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
     const Unpacker<D> unpack{matrix, stride};
     for (int64_t k = 0; k < stride; k += 32) unpack(panel, k, to + k * P);
@@ -130,7 +130,7 @@ struct BF16Math {
     const Matrix &matrix;
     const Rows &rows;
 
-    // Where it lies, or unpacked.
+    // In place, or unpacked.
     const uint16_t *panel(int64_t index, void *memory) const {
         if (matrix.kind == OCTAVO_BF16) return (const uint16_t *)matrix.data + index * rows.stride * P;
         by_digits(matrix, [&](auto digits) { unpack_panel<digits>(matrix, rows.stride, index, (uint16_t *)memory); });

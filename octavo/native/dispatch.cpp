@@ -1,4 +1,4 @@
-// Which level runs, and the C ABI over it.
+// Selects the level, and implements the C ABI with it.
 #include "dispatch.h"
 
 #include <algorithm>
@@ -17,10 +17,10 @@
 
 namespace octavo {
 
-// --- which levels there are --------------------------------------------------------------------------------------------
+// --- available levels --------------------------------------------------------------------------------------------------
 
 #if defined(__x86_64__)
-// AMX state is large, so the kernel gives it only to processes that ask, and best before threads start.
+// AMX state is large, so the kernel enables it only on request, preferably before threads start.
 [[maybe_unused]] static bool may_use_tiles() {
 #if defined(__linux__)
     const int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -51,11 +51,11 @@ namespace octavo {
 
 struct Level {
     const char *name;
-    bool (*offered)();             // by the CPU and the operating system, given all below
+    bool (*offered)();             // by the CPU and the operating system, given all lower levels
     void (*fill)(Kernels &kernels);
 };
 
-// In ascending order: the portable one, and those of this architecture that the compiler could build, see CMakeLists.txt.
+// In ascending order: the portable one, and those of this architecture that the compiler supports, see CMakeLists.txt.
 #define LEVEL(name) {#name, has_##name, fill_##name},
 static const Level LEVELS[] = {{"portable", [] { return true; }, fill_portable}, OCTAVO_LEVELS};
 static const int NUM_LEVELS = int(sizeof(LEVELS) / sizeof(Level));
@@ -66,7 +66,7 @@ static int highest_level() {
     return level;
 }
 
-// --- the one that runs -------------------------------------------------------------------------------------------------
+// --- the selected level ------------------------------------------------------------------------------------------------
 
 static int level_ = -1;
 static Kernels kernels_;

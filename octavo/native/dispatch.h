@@ -1,4 +1,4 @@
-// The kernels in use, and how they are run on all threads.
+// The kernels in use, and how they run on all threads.
 #pragma once
 #include <functional>
 
@@ -7,8 +7,8 @@
 namespace octavo {
 
 const Kernels &kernels();
-void choose_level();                                  // the highest one, if nobody has chosen
-void together(const std::function<void(int)> &body);  // on every thread of the pool, tiles set up
+void choose_level();                                  // the highest one, if none is set
+void together(const std::function<void(int)> &body);  // on every thread of the pool, with AMX tiles configured
 void *scratch(int thread);
 void make_scratch(int threads);
 void unpack_row(const Matrix &matrix, int64_t row, float *to);

@@ -1,5 +1,5 @@
-// The kernels that every level has, in plain C++ and Lanes. Each level includes this file and compiles it with its own flags; what
-// it does better by hand it replaces. All of it is in an unnamed namespace: code compiled for one level must never serve another.
+// The kernels that every level has, in plain C++ and Lanes. Each level includes this file, compiles it with its own flags, and replaces
+// kernels by faster ones. All of it is in an unnamed namespace: code compiled for one level must never be used by another.
 #pragma once
 #include "attention.h"
 #include "sampling.h"
@@ -20,7 +20,7 @@ inline float dot(const float *a, const float *b, int64_t size) {
     return total;
 }
 
-// stream += x; y = stream / rms(stream) * weight. Without x, the stream is as it is; without a weight, y is the stream.
+// stream += x; y = stream / rms(stream) * weight. Without x, the stream is unchanged; without a weight, y is the stream.
 void add_rms_norm_generic(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size) {
     if (x)
         for (int64_t i = 0; i < size; i++) stream[i] += x[i];
@@ -87,7 +87,7 @@ void write_generic(const Model &model, const Layer &layer, const Step &step, flo
     }
 }
 
-// The first of the largest; 0 where none is larger than -infinity.
+// Returns the first index of the largest value; 0 if none is larger than -infinity.
 int64_t argmax(const float *values, int64_t count) {
     Lanes most = broadcast(-INFINITY);
     int64_t i = 0;

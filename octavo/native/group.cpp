@@ -1,13 +1,13 @@
-// Ranks that are processes of one host, and what they exchange through memory that all of them map.
+// Ranks that are processes of one host, and the shared memory through which they exchange data.
 //
 //     line 0               the code that ends all waiting, or 0
-//     line 1 + rank        how many times this rank has shown something
+//     line 1 + rank        how many exchanges this rank has published
 //     from a whole 4 KiB   two slots for each rank
 //
-// Exchange number n of a rank goes through its slot n % 2. Nobody waits before writing: whoever is at exchange n + 2 has seen
-// all others show their n + 1, so all of them have read what was in the slot. Numbers only grow, so nothing is ever set back.
+// Exchange number n of a rank uses its slot n % 2. A rank never waits before writing: at exchange n + 2 it has seen that
+// all others published their n + 1, so all of them have read that slot. Numbers only grow, so nothing is ever reset.
 //
-// Waiting is a short spin, then giving way to whoever wants the core (it may be the very rank that is waited for), then sleep.
+// A rank spins briefly, then yields the core (perhaps to the very rank it waits for), then sleeps.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -28,7 +28,7 @@ static const int64_t HEADER_UNIT = 4096;
 static const int SPINS = 200;                         // a few microseconds
 static const Nanoseconds YIELDING = Microseconds(300);
 static const Nanoseconds SHORTEST_SLEEP = Microseconds(50), LONGEST_SLEEP = Milliseconds(2);
-static const Nanoseconds LONGEST_LOOK = Milliseconds(100);  // between two looks: if it was longer, this rank itself was stopped
+static const Nanoseconds LONGEST_LOOK = Milliseconds(100);  // counted between two checks: in a longer gap this rank itself was stopped
 
 using Count = std::atomic<uint64_t>;
 using Code = std::atomic<int32_t>;
@@ -47,7 +47,7 @@ static char *slot(const Group &group, int64_t rank, uint64_t number) {
     return static_cast<char *>(group.memory) + header_bytes(group.size) + (2 * rank + int64_t(number % 2)) * group.slot_bytes;
 }
 
-// Ends all waiting with this code. If another rank was first, its code stays, and is returned.
+// Ends all waiting with this code. If another rank was first, its code is kept and returned.
 static int end_with(const Group &group, int32_t code) {
     int32_t none = 0;
     return end_of(group).compare_exchange_strong(none, code, std::memory_order_acq_rel) ? code : none;
@@ -58,7 +58,7 @@ static void give_way(Nanoseconds waited) {
     else std::this_thread::sleep_for(std::clamp(waited / 16, SHORTEST_SLEEP, LONGEST_SLEEP));
 }
 
-// Returns 0 when the rank has shown its exchange of this number, or the code that ends all waiting.
+// Returns 0 when the rank has published its exchange of this number, or the code that ends all waiting.
 static int wait_for(const Group &group, int64_t rank, uint64_t number) {
     auto came = [&] { return shown(group, rank).load(std::memory_order_acquire) >= number; };
     for (int spin = 0; spin < SPINS; spin++) {
@@ -77,7 +77,7 @@ static int wait_for(const Group &group, int64_t rank, uint64_t number) {
     return 0;
 }
 
-// Shows bytes, at most a slot of them, to all ranks, and calls take(rank, bytes) with those of every rank, in order.
+// Publishes bytes, at most a slot of them, to all ranks, and calls take(rank, bytes) with those of every rank, in order.
 template <class Take> static int exchange(const Group &group, const void *mine, int64_t bytes, Take take) {
     if (int code = end_of(group).load(std::memory_order_acquire)) return code;
     Count &own = shown(group, group.rank);

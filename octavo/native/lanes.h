@@ -1,9 +1,9 @@
-// 16 floats, one for each row of a panel, in the registers of whatever CPU this file is compiled for:
+// 16 floats, one for each row of a panel, in the registers of the CPU this file is compiled for:
 //
 //     AVX-512   1 register of 16        AVX2   2 of 8        SSE2, NEON   4 of 4
 //
 // Kernels written with Lanes are compiled once for each level. Everything is in an unnamed namespace: code compiled for one
-// level must never serve another.
+// level must never be used by another.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@
 #include "octavo.h"
 #include "scalar.h"
 
-#define INLINE inline __attribute__((always_inline))  // what a compiler might call costs less than the call
+#define INLINE inline __attribute__((always_inline))  // for functions that compilers might not inline, although they are cheaper than a call
 
 namespace octavo {
 namespace {
@@ -40,7 +40,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 struct Lanes {
     Vector part[PARTS];
 };
-struct Words {               // the same for integers: a word holds the codes of several k of one row
+struct Words {               // integers in the same layout: a word holds the codes of several k of one row
     Integers part[PARTS];
 };
 
@@ -51,7 +51,7 @@ INLINE Vector load_vector(const float *from) {
     memcpy(&v, from, sizeof v);
     return v;
 }
-INLINE Vector broadcast_vector(float value) { return value - Vector{}; }  // exact for all values, so that nothing is subtracted
+INLINE Vector broadcast_vector(float value) { return value - Vector{}; }  // exact for all values, and compilers drop the subtraction
 
 INLINE Lanes broadcast(float value) {
     Lanes r;
@@ -62,12 +62,12 @@ INLINE Lanes zeros() { return broadcast(0.0f); }
 
 INLINE Lanes load(const float *from) {
     Lanes r;
-    EACH_PART r.part[p] = load_vector(from + p * WIDTH);  // part by part: copied whole, it would go through memory
+    EACH_PART r.part[p] = load_vector(from + p * WIDTH);  // part by part: a copy of the whole would go through memory
     return r;
 }
 INLINE void store(const Lanes &a, float *to) { EACH_PART memcpy(to + p * WIDTH, &a.part[p], sizeof a.part[p]); }
 
-// The first `count` lanes; the others are zero.
+// Loads the first `count` lanes; the others are zero.
 INLINE Lanes load_some(const float *from, int64_t count) {
     if (count >= LANE_COUNT) return load(from);
     float values[LANE_COUNT] = {};
@@ -103,14 +103,14 @@ INLINE Lanes operator/(const Lanes &a, const Lanes &b) {
 }
 INLINE Lanes operator*(const Lanes &a, float b) { return a * broadcast(b); }
 
-// a * b + c, in one rounding where the CPU can.
+// a * b + c, with one rounding if the CPU supports it.
 INLINE Lanes multiply_add(const Lanes &a, const Lanes &b, const Lanes &c) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] * b.part[p] + c.part[p];
     return r;
 }
 
-// NaN in `a` stays NaN, in both.
+// NaN in `a` stays NaN, in both functions.
 INLINE Lanes at_least(const Lanes &a, float least) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] < least ? broadcast_vector(least) : a.part[p];
@@ -121,7 +121,7 @@ INLINE Lanes at_most(const Lanes &a, float most) {
     EACH_PART r.part[p] = a.part[p] > most ? broadcast_vector(most) : a.part[p];
     return r;
 }
-// The larger in each lane; `a` where one of them is NaN.
+// The larger value in each lane; `a` if one of them is NaN.
 INLINE Lanes larger(const Lanes &a, const Lanes &b) {
     Lanes r;
     EACH_PART r.part[p] = b.part[p] > a.part[p] ? b.part[p] : a.part[p];
@@ -144,10 +144,10 @@ INLINE float largest_in(const Lanes &a) {
 }
 
 #if defined(__AVX512F__)
-// Two registers of partial sums become one, half as many of each.
+// Adds neighbouring partial sums of two registers into one register.
 inline __m512 fold2(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
 
-// 8 registers of 8 partial sums for each of two -> one register of 16 sums.
+// 8 registers with 8 partial sums for each of two results -> one register of 16 sums.
 inline __m512 fold8(const __m512 *a) {
     __m512 b[4], c[2];
     for (int i = 0; i < 4; i++) {
@@ -160,7 +160,7 @@ inline __m512 fold8(const __m512 *a) {
 }
 #endif
 
-// The sums of 16 registers, one in each lane.
+// The sums of 16 registers, one per lane.
 INLINE Lanes sums_of(const Vector *v) {
     Lanes r;
 #if defined(__AVX512F__)
@@ -187,7 +187,7 @@ INLINE Lanes sums_of(const Vector *v) {
     return r;
 }
 
-// --- numbers of 16 bits ------------------------------------------------------------------------------------------------
+// --- 16-bit numbers ----------------------------------------------------------------------------------------------------
 
 INLINE Lanes load_f16(const uint16_t *from) {
     Lanes r;
@@ -203,7 +203,7 @@ INLINE Lanes load_f16(const uint16_t *from) {
     return r;
 }
 
-// What float16 cannot hold becomes the largest it can; NaN stays NaN.
+// Numbers too large for float16 become the largest float16; NaN stays NaN.
 INLINE void store_f16(const Lanes &a, uint16_t *to) {
     const Lanes held = at_least(at_most(a, LARGEST_F16), -LARGEST_F16);
 #if defined(__AVX512F__)
@@ -217,7 +217,7 @@ INLINE void store_f16(const Lanes &a, uint16_t *to) {
 #endif
 }
 
-// The first `count`, rounded to bfloat16.
+// Stores the first `count`, rounded to bfloat16.
 INLINE void store_bf16(const Lanes &a, uint16_t *to, int64_t count) {
 #if defined(__AVX512BF16__)
     _mm256_mask_storeu_epi16(to, __mmask16(count >= 16 ? 0xffff : (1 << count) - 1), (__m256i)_mm512_cvtneps_pbh((__m512)a.part[0]));
@@ -236,7 +236,7 @@ INLINE Words load_words(const void *from) {
     return r;
 }
 
-// Pairs of bfloat16: the first of each pair lies in the low half of a word.
+// Pairs of bfloat16: the first of each pair is in the low half of a word.
 INLINE Lanes first_bf16(const Words &pairs) {
     Lanes r;
     EACH_PART r.part[p] = (Vector)(pairs.part[p] << 16);
@@ -281,7 +281,7 @@ INLINE Lanes load_int8(const int8_t *from) {
     return r;
 }
 
-// Bits [shift, shift + the mask's) of each word, as a number.
+// The bit field of each word from `shift` on, with the width of the mask, as a float.
 INLINE Lanes digits_of(const Words &words, int shift, int mask) {
     Lanes r;
     EACH_PART r.part[p] = __builtin_convertvector((words.part[p] >> shift) & mask, Vector);
@@ -290,7 +290,7 @@ INLINE Lanes digits_of(const Words &words, int shift, int mask) {
 
 // --- tables ------------------------------------------------------------------------------------------------------------
 
-// For each byte of the words, which are at most 15, the byte of the table at its place.
+// Looks up each byte of the words, which are at most 15, in the table.
 INLINE Words looked_up(const Words &places, const uint8_t *table) {
     Words r;
 #if defined(__AVX512BW__)
@@ -311,7 +311,7 @@ INLINE Words looked_up(const Words &places, const uint8_t *table) {
     return r;
 }
 
-// The low (or high) digits of all bytes, each a byte.
+// The low (or high) half of each byte, as a byte.
 INLINE Words low_digits(const Words &words) {
     Words r;
     EACH_PART r.part[p] = words.part[p] & 0x0f0f0f0f;
@@ -327,10 +327,10 @@ INLINE Words high_digits(const Words &words) {
 
 const float LOG2_E = 1.44269504088896341f;
 
-// 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.
-// To the last bit or two; ROUGH: to 3e-6 of itself.
+// 2^t for t from -126, where subnormals begin, to 127; smaller t count as -126. NaN stays NaN.
+// Accurate to the last bit or two; ROUGH: to a relative error of 3e-6.
 template <bool ROUGH = false> INLINE Lanes power(const Lanes &t) {
-    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
+    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the lowest bits
     Lanes r;
     EACH_PART {
         Vector x = t.part[p] < -126.0f ? broadcast_vector(-126.0f) : t.part[p];
@@ -357,7 +357,7 @@ INLINE Lanes gelu(const Lanes &x) {
     return by_sigmoid(x, (x + x * x * x * 0.044715f) * TWICE_ROOT);
 }
 
-// As gpt-oss has it.
+// The gate of gpt-oss.
 INLINE Lanes clamped_gate(const Lanes &gate, const Lanes &up) {
     const float LIMIT = 7, STEEPNESS = 1.702f;
     const Lanes held = at_most(gate, LIMIT);

@@ -1,4 +1,4 @@
-// AMX: a tile is 16 rows of 64 bytes, and one instruction multiplies 16 x 32 by 32 x 16 numbers of bfloat16. For many rows.
+// AMX: a tile is 16 rows of 64 bytes, and one instruction multiplies 16 x 32 by 32 x 16 numbers of bfloat16. For large batches.
 //
 //     rows of x    A: 16 rows x 32 k              C0 += A0 B0   C1 += A0 B1      four tiles of results for every four that are
 //     panel        B: 16 pairs of k x 16 n        C2 += A1 B0   C3 += A1 B1      loaded: 32 rows times two panels
@@ -9,9 +9,9 @@
 namespace octavo {
 namespace {
 
-const int64_t TILE = 16, BLOCK = 2 * TILE;      // rows of a tile; rows of x that two of them hold
-const int64_t NEAR_HALVES = 1 << 19;             // numbers of x that stay in the second-level cache while panels pass by
-const int64_t AT_LEAST = 9;                      // rows: fewer are quicker one by one
+const int64_t TILE = 16, BLOCK = 2 * TILE;      // rows of a tile; rows of x in two tiles
+const int64_t NEAR_HALVES = 1 << 19;             // numbers of x that stay in the L2 cache while panels are read
+const int64_t AT_LEAST = 9;                      // rows: fewer are faster one by one
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -19,7 +19,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// 32 rows of x times two panels. sums: [2 panels][32][16]. meanwhile(k) is called for every 32 k, for what needs no tiles.
+// 32 rows of x times two panels. sums: [2 panels][32][16]. meanwhile(k) is called for every 32 k, for work that needs no tiles.
 template <class Meanwhile>
 inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *first, const uint16_t *second, float *sums, Meanwhile meanwhile) {
     _tile_zero(0);
@@ -43,18 +43,18 @@ inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *fi
     _tile_stored(3, sums + BLOCK * P + TILE * P, 64);
 }
 
-struct Stored {  // panels of bfloat16: used where they lie
+struct Stored {  // panels of bfloat16: used in place
     void operator()(int64_t, int64_t, uint16_t *) const {}
 };
 
-struct Finished {  // sums of 32 rows and two panels that are yet to be taken
+struct Finished {  // sums of 32 rows and two panels that are not stored yet
     int64_t row, count, panel, taken;
     const float *sums;
 };
 
-// All rows times panels [begin, end), two at a time: take(row, panel, sums of the first, sums of the second) gets the results;
-// place(row, panel) is where it will write them, so that the memory is at hand by then.
-// While tiles multiply, the registers take the results before them, and unpack the next pair of panels.
+// All rows times panels [begin, end), two at a time: take(row, panel, sums of the first, sums of the second) receives the results;
+// place(row, panel) is the address that it will write to, which is prefetched.
+// While tiles multiply, the vector units store the previous results, and unpack the next pair of panels.
 template <class Unpack, class Take, class Place>
 void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Unpack &unpack, void *scratch, Take take, Place place) {
     alignas(64) float sums[2][2 * BLOCK * P];
@@ -136,7 +136,7 @@ void start_tiles() {
         config.rows[tile] = TILE;
         config.bytes[tile] = 64;
     }
-    asm volatile("" ::"r"(&config) : "memory");  // the compiler must neither drop what was stored there, nor move the tiles' use
+    asm volatile("" ::"r"(&config) : "memory");  // the compiler must neither drop this store nor move the use of tiles before it
     _tile_loadconfig(&config);
     asm volatile("" ::: "memory");
 }

@@ -1,7 +1,7 @@
-// AVX2 with FMA and conversions from float16: codes multiplied by hand, the rest compiled for 8 lanes.
+// AVX2 with FMA and conversions from float16: products of codes by hand, the rest compiled for 8 lanes.
 //
-// The instruction that multiplies bytes adds two neighbours in 16 bits, which codes of 8 bits would overflow. So one side is made
-// small enough: codes of 4 bits are; of 8 bits, or out of a table, weights count from -128 to 127, and their sign is moved over to x.
+// The instruction that multiplies bytes adds two neighbours in 16 bits, which would overflow with 8-bit codes. So one factor must be
+// small: 4-bit codes are; with 8-bit codes or a table, weights are shifted to -128..127, and their sign is moved to x.
 #include "generic.h"
 
 namespace octavo {

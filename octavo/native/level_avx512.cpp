@@ -1,4 +1,4 @@
-// AVX-512 with VNNI: codes multiplied by hand, the rest compiled for 16 lanes.
+// AVX-512 with VNNI: products of codes by hand, the rest compiled for 16 lanes.
 #include "avx512.h"
 #include "sampling512.h"
 

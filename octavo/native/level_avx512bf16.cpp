@@ -1,4 +1,4 @@
-// AVX-512 that multiplies bfloat16: for many rows, and for attention over caches of it.
+// AVX-512 with bfloat16 products: for large batches, and for attention over bfloat16 caches.
 #include "attention512.h"
 
 namespace octavo {

@@ -1,10 +1,10 @@
-// ARM that multiplies unsigned by signed bytes, and bfloat16: codes as they are, many rows in bfloat16.
+// ARM with products of unsigned by signed bytes, and of bfloat16: small batches as codes, large batches in bfloat16.
 #include "neon.h"
 
 namespace octavo {
 namespace {
 
-// A quad of codes of each of 4 rows, unsigned, by the quad LANE of x, signed.
+// A quad of codes of each of 4 rows, unsigned, times the quad LANE of x, signed.
 struct MixedDot {
     static const bool CENTRED = false;
     template <int LANE> static INLINE int32x4_t add(int32x4_t total, uint8x16_t codes, int8x16_t x) {
@@ -12,7 +12,7 @@ struct MixedDot {
     }
 };
 
-// A panel of codes as pairs of bfloat16: to [stride / 2][16][2]
+// Unpacks a panel of codes to pairs of bfloat16: to [stride / 2][16][2]
 template <Digits D> void unpack_pairs(const Matrix &matrix, int64_t stride, int64_t panel, bfloat16_t *to) {
     const bool FOUR = D != Digits::BYTES;
     const int64_t groups = stride / matrix.group;
@@ -20,7 +20,7 @@ template <Digits D> void unpack_pairs(const Matrix &matrix, int64_t stride, int6
     for (int64_t g = 0; g < groups; g++) {
         const int64_t place = (panel * groups + g) * P;
         const Lanes scale = load_f16(matrix.scale + place) * matrix.factor, offset = load_f16(matrix.offset + place) * matrix.factor;
-        auto put = [&](const Words &words, int shift, int mask) {  // the digits from `shift` on, and of the next byte
+        auto put = [&](const Words &words, int shift, int mask) {  // the bits from `shift` on, of this and of the next byte
             const Lanes first = multiply_add(digits_of(words, shift, mask), scale, offset);
             const Lanes second = multiply_add(digits_of(words, shift + 8, mask), scale, offset);
             for (int p = 0; p < 4; p++, to += 8) {
@@ -37,13 +37,13 @@ template <Digits D> void unpack_pairs(const Matrix &matrix, int64_t stride, int6
     }
 }
 
-// Products of bfloat16: a register is a pair of k for 4 rows of a panel.
+// Products of bfloat16: a register holds a pair of k for 4 rows of a panel.
 struct PairsMath {
     static const int MOST = 4;
     const Matrix &matrix;
     const Rows &rows;
 
-    // Where it lies, or unpacked.
+    // In place, or unpacked.
     const bfloat16_t *panel(int64_t index, void *memory) const {
         if (matrix.kind == OCTAVO_BF16) return (const bfloat16_t *)matrix.data + index * rows.stride * P;
         by_digits(matrix, [&](auto digits) { unpack_pairs<digits>(matrix, rows.stride, index, (bfloat16_t *)memory); });
@@ -51,7 +51,7 @@ struct PairsMath {
     }
     template <int R> void block(int64_t row, const bfloat16_t *w, Lanes *sums) const {
         const bfloat16_t *x = (const bfloat16_t *)rows.halves + row * rows.stride;
-        const int U = R == 1 ? 2 : 1;  // sums of each row, so that a step need not wait for the one before
+        const int U = R == 1 ? 2 : 1;  // sums of each row, so that a step does not wait for the previous one
         float32x4_t made[R][U][4] = {};
         for (int64_t k = 0; k < rows.stride; k += 8, w += 8 * P) {
             bfloat16x8_t numbers[R];

@@ -1,4 +1,4 @@
-// NEON with dot products of bytes and arithmetic in float16, as of ARMv8.2: codes and float16 multiplied by hand, the rest compiled for 4 lanes.
+// NEON with byte dot products and float16 arithmetic (ARMv8.2): products of codes and of float16 by hand, the rest compiled for 4 lanes.
 #include "attention_neon.h"
 
 namespace octavo {

@@ -1,4 +1,4 @@
-// The level every machine has: the generic kernels, compiled for the plainest CPU of its kind.
+// The level that every machine has: the generic kernels, compiled for the baseline CPU of the architecture.
 #include "generic.h"
 
 namespace octavo {

@@ -1,13 +1,13 @@
-// What a level of the CPU brings: a table of kernels. Each level starts from the one below and replaces what it does better.
+// The kernels of a CPU level, as a table of functions. Each level starts from the next lower one and replaces the kernels it improves.
 //
-// Rows of x are prepared once for a product, in the form its kernel wants, and then read by all threads:
+// Rows of x are prepared once for a product, in the format of its kernel, and then read by all threads:
 //
-//     FLOAT     as they are, padded with zeros
+//     FLOAT     unchanged, padded with zeros
 //     HALF      float16, at most 1, with a scale for each span of 32 k
 //     BF16      rounded to bfloat16
-//     INT8      codes of one byte, with a scale for each span of k: 32, or the group of the weights where that is smaller
+//     INT8      one-byte codes, with a scale for each span of k: 32, or the group of the weights if that is smaller
 //
-// INT8 is for a few rows. More are multiplied by weights that were unpacked into one of the other forms.
+// INT8 is for small batches. Larger ones are multiplied by weights that were unpacked to one of the other formats.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -19,10 +19,10 @@ namespace octavo {
 
 enum class Form { FLOAT, HALF, BF16, INT8 };
 
-const int64_t FEW = 16;      // rows that go through codes of 8 bits; more are worth unpacking weights for
-const int64_t SPAN = 32;     // columns of x that share a scale, at most: more would let one large number blur too many others
+const int64_t FEW = 16;      // maximum rows multiplied as 8-bit codes; for more, unpacking the weights pays off
+const int64_t SPAN = 32;     // maximum columns of x that share a scale: with more, one large number would cost too many others their precision
 
-enum class Digits { BYTES, NIBBLES, LOOKED_UP };  // codes of 8 bits; of 4; of 4 that a table gives the numbers of
+enum class Digits { BYTES, NIBBLES, LOOKED_UP };  // 8-bit codes; 4-bit codes; 4-bit codes with a table of values
 
 inline bool has_codes(const Matrix &matrix) { return matrix.kind == OCTAVO_Q8 || matrix.kind == OCTAVO_Q4; }
 inline int64_t span_of(const Matrix &matrix) { return has_codes(matrix) && matrix.group < SPAN ? matrix.group : SPAN; }
@@ -33,17 +33,17 @@ struct Rows {                // prepared rows of x: [rows][stride]
     float *values;           // FLOAT
     uint16_t *halves;        // HALF and BF16
     int8_t *codes;           // INT8
-    float *scale;            // HALF and INT8, [rows][stride / span]: x = scale * what is stored
+    float *scale;            // HALF and INT8, [rows][stride / span]: x = scale * stored value
     float *sum;              // INT8, [rows][stride / span]: scale * (sum of codes in the span)
 };
 
-struct Target {              // where results go: floats, or bfloat16 where the next product reads nothing else
+struct Target {              // where results go: floats, or bfloat16 if only the next product reads them
     float *values;
     uint16_t *halves;        // or null
     int64_t stride;
 };
 
-// Results of a row, from column `begin` on.
+// Stores results of a row, from column `begin` on.
 static inline void put(const float *values, const Target &target, int64_t row, int64_t begin, int64_t count) {
     int64_t place = row * target.stride + begin;
     if (!target.halves) memcpy(target.values + place, values, size_t(count) * sizeof(float));
@@ -52,30 +52,30 @@ static inline void put(const float *values, const Target &target, int64_t row, i
 }
 
 struct Task {                // attention of one kv head for some queries over keys of one row
-    int64_t row, token, queries;      // the row whose keys they are; the first token, and how many
-    const int32_t *tokens;            // or null: they follow the first one
+    int64_t row, token, queries;      // the row of the keys; the first token, and the number of queries
+    const int32_t *tokens;            // or null: the queries are consecutive
     int64_t kv_head;
     int64_t begin, end;               // positions of the context
-    int64_t partial;                  // where its unfinished result goes, or -1: it is the whole, with these parts
-    const int64_t *places;            // of results over other keys of the same queries
-    int64_t parts;                    // how many these are
+    int64_t partial;                  // index of its partial result, or -1: it computes the final result and merges these parts
+    const int64_t *places;            // partial results over other keys of the same queries
+    int64_t parts;                    // their number
 
     int64_t token_of(int64_t query) const { return tokens ? tokens[query] : token + query; }
 };
 
-// First position a query at `position` may see.
+// The first position that a query at `position` may see.
 inline int64_t first_seen(const Layer &layer, int64_t position) {
     return layer.window && position >= layer.window ? position - layer.window + 1 : 0;
 }
 
-// The total of a head's weights, relative to its largest score, with that of its sink.
+// The total of a head's weights, relative to its largest score, including that of its sink.
 static inline float with_sink(const Layer &layer, int64_t head, float largest, float total) {
     return layer.sinks ? total + fast_exp(layer.sinks[head] - largest) : total;
 }
 
 struct Kernels {
-    void (*start)();                                                                // in each thread, before any of the others; or null
-    Form (*form)(const Matrix &matrix, int64_t rows);                               // the form a product of so many rows wants
+    void (*start)();                                                                // called in each thread before any other kernel; or null
+    Form (*form)(const Matrix &matrix, int64_t rows);                               // the format for a product of this many rows
     void (*prepare)(const Matrix &matrix, const float *x, const Rows &rows, int64_t row);  // x: one row
     void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
     void (*gate_up)(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch);
@@ -90,11 +90,11 @@ struct Kernels {
     void (*rank)(const Ranking &ranking, int64_t row, uint32_t *memory);
 };
 
-const size_t SCRATCH_BYTES = 16 << 20;  // of each thread: weights unpacked for many rows, tiles of scores
+const size_t SCRATCH_BYTES = 16 << 20;  // per thread: weights unpacked for large batches, tiles of scores
 
-const int64_t ROW_BLOCK = 128;           // tokens of a row of logits that are looked at together
+const int64_t ROW_BLOCK = 128;           // tokens of a row of logits that are processed together
 inline int64_t row_blocks(int64_t vocab) { return (vocab + ROW_BLOCK - 1) / ROW_BLOCK; }
-inline int64_t row_words(int64_t vocab) { return row_blocks(vocab) * (2 * ROW_BLOCK + 1); }  // what sampling from a row needs
+inline int64_t row_words(int64_t vocab) { return row_blocks(vocab) * (2 * ROW_BLOCK + 1); }  // the memory that sampling from a row needs
 
 void fill_portable(Kernels &kernels);
 void fill_avx2(Kernels &kernels);

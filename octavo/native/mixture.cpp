@@ -1,9 +1,9 @@
-// A mixture of experts. Tokens are sorted by expert, so that an expert's weights are read once for all its tokens:
+// A mixture of experts (MoE). Tokens are sorted by expert, so that an expert's weights are read once for all its tokens:
 //
-//     scores (router) -> the chosen of each token, weighed -> rows in the order of experts -> gate, up -> down -> weighted sums
+//     scores (router) -> chosen experts of each token, with weights -> rows sorted by expert -> gate, up -> down -> weighted sums
 //
-// The products of all experts that somebody chose, and of the one that every token goes through, are one list of panels that
-// threads take pieces of. So one token with a few experts keeps all of them busy, as do many tokens.
+// The products of all chosen experts and of the shared expert form one list of panels, which threads take in pieces. So all threads
+// are busy with one token and a few experts, as well as with many tokens.
 #include "mixture.h"
 
 #include <cstring>
@@ -16,7 +16,7 @@ namespace octavo {
 struct Chosen {
     int32_t expert;
     float weight;
-    int64_t place;  // of the token's row in the order of experts; -1: another rank has the expert
+    int64_t place;  // index of the token's row in the order of experts; -1: another rank has the expert
 };
 
 struct Job {  // a product with the weights of one expert
@@ -26,17 +26,17 @@ struct Job {  // a product with the weights of one expert
     int64_t first;  // number of its first panel, or pair of panels, among those of all jobs
 };
 
-static RowBuffer routed_, weighed_, read_, sorted_, inner_;  // for router, shared gate, experts, experts in their order, down
+static RowBuffer routed_, weighed_, read_, sorted_, inner_;  // input rows of the router, shared gate, experts (unsorted, sorted) and down
 static RowBuffer shared_read_, shared_inner_;
 static Buffer scores_, gates_, chosen_, source_, gated_, made_, shared_gated_, shared_made_;
-static std::vector<Job> ups_, downs_;  // each with one more behind the last, which says where it ends
-static int64_t used_;                  // places
+static std::vector<Job> ups_, downs_;  // each with one extra entry, which marks the end
+static int64_t used_;                  // number of sorted rows
 
 static int64_t bits_of(const Matrix &matrix) {
     return matrix.kind == OCTAVO_F32 ? 32 : matrix.kind == OCTAVO_Q8 ? 8 : matrix.kind == OCTAVO_Q4 ? 4 : 16;
 }
 
-// The rows of one of `held` experts; n: as many as it has, without those that fill its last panel
+// The matrix of one of `held` experts; n: its rows, without padding of the last panel
 static Matrix expert_of(const Matrix &all, int64_t expert, int64_t held, int64_t n) {
     Matrix one = all;
     const int64_t rows = all.n / held, numbers = expert * rows * padded(all);
@@ -67,11 +67,11 @@ static void copy_row(const Matrix &matrix, const Rows &from, int64_t row, const 
     if (from.sum) memcpy(to.sum + place * spans, from.sum + row * spans, size_t(spans) * sizeof(float));
 }
 
-// All memory of a mixture's step, found anew wherever it is needed: it lies where it lay.
+// All buffers of an MoE step. Each call returns the same memory.
 struct Mixing {
     const Mixture &mixture;
     const int64_t tokens, places = tokens * mixture.chosen, hidden = mixture.router.k;
-    const int64_t each = std::max<int64_t>(1, places / mixture.count);  // rows of an expert, about: they decide how it multiplies
+    const int64_t each = std::max<int64_t>(1, places / mixture.count);  // the approximate number of rows per expert, which determines the format
     const bool shared = mixture.shared_gate_up.n > 0, weighed = mixture.shared_gate.n > 0;
 
     Rows routed() const { return routed_.get(mixture.router, tokens, tokens); }
@@ -84,7 +84,7 @@ struct Mixing {
     float *scores() const { return scores_.get<float>(tokens * mixture.count); }
     float *gates() const { return gates_.get<float>(tokens); }
     Chosen *chosen() const { return chosen_.get<Chosen>(places); }
-    int64_t *source() const { return source_.get<int64_t>(places); }  // the token of each place
+    int64_t *source() const { return source_.get<int64_t>(places); }  // sorted row -> token
     float *made() const { return made_.get<float>(places * hidden); }
     float *shared_made() const { return shared_made_.get<float>(tokens * hidden); }
     Target gated() const { return target_of(mixture.experts_down, inner(), gated_.get<float>(places * mixture.experts_down.k)); }
@@ -93,7 +93,7 @@ struct Mixing {
     }
 
 private:
-    // With a block of rows behind the last: an expert's rows begin anywhere, and tiles read whole blocks.
+    // With an extra block of rows at the end: an expert's rows can start anywhere, and tiles read whole blocks.
     static Rows whole_blocks(RowBuffer &buffer, const Matrix &matrix, int64_t count, int64_t each) {
         Rows rows = buffer.get(matrix, count + 32, each);
         rows.rows = count;
@@ -101,7 +101,7 @@ private:
     }
 };
 
-// The best experts, the lower of equals first. Scores that are no numbers choose some experts too, and give no numbers.
+// Selects the best experts, the lower number first in a tie. If scores are NaN, some experts are selected and the result is NaN.
 static void choose(const Mixture &mixture, const float *scores, Chosen *chosen) {
     const int32_t most = mixture.chosen;
     for (int32_t expert = 0, held = 0; expert < mixture.count; expert++) {
@@ -119,7 +119,7 @@ static void choose(const Mixture &mixture, const float *scores, Chosen *chosen) 
     for (int32_t i = 0; i < most; i++) chosen[i].weight /= mixture.over_all && !mixture.normed ? all : total;
 }
 
-// Gives every chosen one its place.
+// Assigns every chosen expert its sorted row.
 static std::vector<int64_t> sort(const Mixing &mixing) {
     const Mixture &mixture = mixing.mixture;
     auto here = [&](const Chosen &one) { return one.expert >= mixture.first && one.expert < mixture.first + mixture.held; };
@@ -137,7 +137,7 @@ static std::vector<int64_t> sort(const Mixing &mixing) {
     return begin;
 }
 
-// The products of all experts that somebody chose. begin: the first place of each expert
+// Creates the products of all chosen experts. begin: the first sorted row of each expert
 static void list_jobs(const Mixing &mixing, const std::vector<int64_t> &begin) {
     const Mixture &mixture = mixing.mixture;
     const int64_t held = mixture.held, up = mixture.experts_gate_up.n / held;
@@ -164,7 +164,7 @@ static void list_jobs(const Mixing &mixing, const std::vector<int64_t> &begin) {
     ups_.push_back({{}, {}, {}, pairs}), downs_.push_back({{}, {}, {}, rows});
 }
 
-// run(job, panel, end): for pieces of all jobs' panels
+// Calls run(job, panel, end) for pieces of all jobs' panels.
 template <class Run> static void deal_jobs(const std::vector<Job> &jobs, int64_t unit, Worker &me, Run run) {
     me.deal(jobs.back().first, unit, [&](int64_t begin, int64_t end) {
         auto job = std::upper_bound(jobs.begin(), jobs.end(), begin, [](int64_t panel, const Job &other) { return panel < other.first; }) - 1;

@@ -1,7 +1,7 @@
-// Products by NEON with dot products of bytes and arithmetic in float16. Shared by the levels neon and i8mm.
+// Products with NEON byte dot products and float16 arithmetic. Shared by the levels neon and i8mm.
 //
-//     few rows     codes by codes: a register is a quad of codes for 4 rows of a panel
-//     more rows    float16 by float16: two registers are one k for all 16 rows of a panel
+//     small batches    codes by codes: a register holds a quad of codes for 4 rows of a panel
+//     larger batches   float16 by float16: two registers hold one k for all 16 rows of a panel
 #pragma once
 #include <utility>
 
@@ -10,18 +10,18 @@
 namespace octavo {
 namespace {
 
-// run(0), run(1), ... run(COUNT - 1), with numbers known to the compiler: instructions have them built in.
+// Calls run(0), run(1), ... run(COUNT - 1) with compile-time constants, which instructions use as immediates.
 template <int COUNT, class Run> INLINE void unrolled(Run run) {
     [&]<int... I>(std::integer_sequence<int, I...>) { (run(std::integral_constant<int, I>()), ...); }(std::make_integer_sequence<int, COUNT>());
 }
 
-const int64_t PREFETCH_BYTES = 1024;  // how far ahead weights are asked for
+const int64_t PREFETCH_BYTES = 1024;  // how far ahead weights are prefetched
 
-// --- codes of 8 bits ---------------------------------------------------------------------------------------------------
+// --- 8-bit codes ---------------------------------------------------------------------------------------------------------
 
-// A quad of codes of each of 4 rows by the quad LANE of x, both signed.
+// A quad of codes of each of 4 rows times the quad LANE of x, both signed.
 struct SignedDot {
-    static const bool CENTRED = true;  // bytes are signed only when counted from -128 on
+    static const bool CENTRED = true;  // bytes are signed only if shifted by -128
     template <int LANE> static INLINE int32x4_t add(int32x4_t total, uint8x16_t codes, int8x16_t x) {
         return vdotq_laneq_s32(total, vreinterpretq_s8_u8(codes), x, LANE);
     }
@@ -30,7 +30,7 @@ struct SignedDot {
 template <Digits D, class Dot> struct DotMath {
     static const bool FOUR = D != Digits::BYTES;
     static const int MOST = 4;
-    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: integers counted up from its bits are floats already, but for a difference
+    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: an integer added to its bits is a float, except for a constant difference
     static const bool CENTRED = Dot::CENTRED && D != Digits::NIBBLES;
     const Matrix &matrix;
     const Rows &rows;
@@ -66,14 +66,14 @@ template <Digits D, class Dot> struct DotMath {
     }
 
 private:
-    // The table as the dot products read it.
+    // The table in the form of the dot products.
     uint8x16_t numbers() const {
         if constexpr (D != Digits::LOOKED_UP) return vdupq_n_u8(0);
         else return CENTRED ? veorq_u8(vld1q_u8(matrix.table), vdupq_n_u8(128)) : vld1q_u8(matrix.table);
     }
     static INLINE uint8x16_t number(uint8x16_t digits, uint8x16_t table) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; }
 
-    // 64 bytes of weights by the quad LANE of x, and by the one after it where they are two quads.
+    // 64 bytes of weights times the quad LANE of x, and the next quad if there are two.
     template <int LANE, int R> static INLINE void add(const uint8_t *w, uint8x16_t table, const int8x16_t (&x)[R], int32x4_t (&totals)[R][4]) {
         for (int p = 0; p < 4; p++) {
             const uint8x16_t both = vld1q_u8(w + 16 * p);
@@ -89,33 +89,33 @@ private:
 
 // --- float16 -----------------------------------------------------------------------------------------------------------
 
-const float MOST_HALF = 1024;  // of a weight: 32 products with numbers up to 1 stay below float16's end
+const float MOST_HALF = 1024;  // limit of a weight: 32 products with numbers up to 1 stay below float16's limit
 
-// The power of two that codes are multiplied by on their way to float16: it takes the largest close to MOST_HALF, as far as
-// float16 can say that power itself.
+// The power of two that scales codes for float16: it brings the largest weight close to MOST_HALF, as far as the power itself
+// fits into float16.
 inline float half_power(const Matrix &matrix) {
     return matrix.top > 0 ? std::clamp(MOST_HALF / power_above(matrix.top), 0x1p-14f, 0x1p15f) : 1.0f;
 }
 
-// What lies there, read again: a sum takes the register that it begins with, and to read costs less than to copy.
+// Loads a register again: a fused multiply-add overwrites its addend, and a load costs less than a copy.
 template <class Register> INLINE Register again(const Register *from) {
     Register r;
     asm volatile("ldr %q0, %1" : "=w"(r) : "m"(*from));
     return r;
 }
 
-// 16 quads of codes -> one register for each place in a quad. Quicker than the instruction that loads them so.
+// 16 quads of codes -> one register for each index in a quad. Faster than the instruction for this load.
 INLINE uint8x16x4_t load_quads(const uint8_t *w) {
     const uint8x16_t a = vld1q_u8(w), b = vld1q_u8(w + 16), c = vld1q_u8(w + 32), d = vld1q_u8(w + 48);
     const uint8x16_t even[2] = {vuzp1q_u8(a, b), vuzp1q_u8(c, d)}, odd[2] = {vuzp2q_u8(a, b), vuzp2q_u8(c, d)};
     return {vuzp1q_u8(even[0], even[1]), vuzp1q_u8(odd[0], odd[1]), vuzp2q_u8(even[0], even[1]), vuzp2q_u8(odd[0], odd[1])};
 }
 
-// Into the second-level cache. What panels are made of is read with long pauses, so the hardware would ask for it too late.
-const int64_t AFTER = 2;  // panels that are asked for ahead: gate and up are unpacked at once
+// Prefetches into the L2 cache. Panels are read with long pauses, so the hardware prefetcher would be too late.
+const int64_t AFTER = 2;  // panels prefetched: gate and up are unpacked together
 INLINE void prefetch_far(const void *from) { __builtin_prefetch(from, 0, 2); }
 
-// A panel of codes as float16: to [stride][16]
+// Unpacks a panel of codes to float16: to [stride][16]
 template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
     const bool FOUR = D != Digits::BYTES;
     const int64_t groups = stride / matrix.group, bytes = stride * P / (FOUR ? 2 : 1);
@@ -129,7 +129,7 @@ template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int
             offset[half] = vmulq_n_f16(vld1q_f16((const float16_t *)matrix.offset + place + 8 * half), float16_t(power));
         }
         auto put = [&](uint8x16_t codes) {
-            // Under the bits of 1,024 a code is a float16 that is larger than itself by so much, and quicker made than converted.
+            // A code in the low bits of 1,024 is the float16 1,024 + code, which is faster than a conversion.
             const uint8x16_t above = vdupq_n_u8(0x64);
             const float16x8_t shifted[2] = {vreinterpretq_f16_u8(vzip1q_u8(codes, above)), vreinterpretq_f16_u8(vzip2q_u8(codes, above))};
             for (int half = 0; half < 2; half++, to += 8)
@@ -147,16 +147,16 @@ template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int
     }
 }
 
-// sum + weights * the number LANE of x; FIRST: without the sum. Written out, as compilers would copy a number that is needed twice
-// to all lanes of a register first, and run out of registers.
+// sum + weights * the number LANE of x; FIRST: without the sum. In assembly, because compilers would first copy a number that is needed
+// twice to all lanes of a register, and run out of registers.
 template <int LANE, bool FIRST = false> inline float16x8_t multiply_add(float16x8_t weights, float16x8_t x, float16x8_t sum) {
     if constexpr (FIRST) asm("fmul %0.8h, %1.8h, %2.h[%3]" : "=w"(sum) : "w"(weights), "x"(x), "i"(LANE));
     else asm("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(sum) : "w"(weights), "x"(x), "i"(LANE));
     return sum;
 }
 
-// S spans of R rows times a panel, in float16, one k after the other. Several spans at once where few rows would wait for their
-// own sums: a row gives the same bits whatever it is multiplied with.
+// S spans of R rows times a panel, in float16, one k after the other. Several spans at once if few rows would wait for their
+// own sums: the bits of a row do not depend on the other rows.
 template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, float16x8_t (*sums)[R][2]) {
     float16x8_t made[S][R][2];
     auto add_eight = [&](int64_t k, auto first) {
@@ -177,8 +177,8 @@ template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_
     memcpy(sums, made, sizeof made);
 }
 
-// The same for 8 rows and `count` spans, written out: loads and stores lie where they wait for nothing. Sums of a span are stored while
-// those of the next begin, so what sums[0] gets is of no use, and the first span's lie in sums[1].
+// The same for 8 rows and `count` spans, in assembly, with loads and stores scheduled without stalls. Sums of a span are stored while
+// those of the next begin, so sums[0] receives no valid data, and the first span's sums are in sums[1].
 INLINE void sum_eight_rows(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, int64_t count, float16x8_t (*sums)[8][2]) {
     int64_t k = 0, end = 0;
 #define EIGHT ".irp row, 0, 1, 2, 3, 4, 5, 6, 7\n"
@@ -207,7 +207,7 @@ INLINE void sum_eight_rows(const float16_t *w, const float16_t *x, int64_t strid
 #undef EIGHT
 }
 
-// acc + sum * scale, as floats. sum: two registers
+// acc + sum * scale, in float32. sum: two registers
 INLINE Lanes carry(const float16x8_t *sum, float scale, Lanes acc) {
     for (int half = 0; half < 2; half++) {
         Vector *to = acc.part + 2 * half;
@@ -217,11 +217,11 @@ INLINE Lanes carry(const float16x8_t *sum, float scale, Lanes acc) {
     return acc;
 }
 
-const float MOST_SCALE = 0x1p15f, SHIFTED = 0x1p112f;  // MOST_SCALE: of sums that are shifted
+const float MOST_SCALE = 0x1p15f, SHIFTED = 0x1p112f;  // MOST_SCALE: the largest scale of shifted sums
 
-// The upper 4, if finite, as floats that are smaller by SHIFTED. Conversions wait for each other, shifts do not wait for them.
+// Converts the upper 4, if finite, to floats that are smaller by SHIFTED. Shifts have a higher throughput than conversions.
 INLINE float32x4_t shifted_high(float16x8_t sum) {
-    const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // a shift with sign leaves three more of it
+    const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // a signed shift leaves three extra sign bits
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s32(vshll_high_n_s16(vreinterpretq_s16_f16(sum), 13)), kept));
 }
 
@@ -257,16 +257,16 @@ struct HalfMath {
     const Matrix &matrix;
     const Rows &rows;
     const float power = has_codes(matrix) ? half_power(matrix) : 1.0f;
-    const int64_t span = span_of(matrix), spans = rows.stride / span;  // spans are even in number, as K_PAD is two of them
+    const int64_t span = span_of(matrix), spans = rows.stride / span;  // the number of spans is even, as K_PAD is two of them
     const bool shifts = has_codes(matrix) && matrix.top * power <= MOST_HALF && largest_of(rows.scale, rows.rows * spans) <= MOST_SCALE;
 
-    // Where it lies, or unpacked.
+    // In place, or unpacked.
     const float16_t *panel(int64_t index, void *memory) const {
         if (matrix.kind == OCTAVO_F16) return (const float16_t *)matrix.data + index * rows.stride * P;
         by_digits(matrix, [&](auto digits) { unpack_halves<digits>(matrix, rows.stride, index, power, (float16_t *)memory); });
         return (const float16_t *)memory;
     }
-    // Sums of float16 are carried into floats after every span. Those of some spans wait for it: then a row's floats stay in registers.
+    // float16 sums are added to floats after every span, but in batches of some spans, so that a row's floats stay in registers.
     template <int R> void block(int64_t row, const float16_t *w, Lanes *sums) const {
         const int64_t SOME = 24;
         const int S = R <= 3 ? 2 : 1;
@@ -292,7 +292,7 @@ struct HalfMath {
     }
 };
 
-// --- which is taken ----------------------------------------------------------------------------------------------------
+// --- selection ---------------------------------------------------------------------------------------------------------
 
 template <class Dot> struct HalfChoice {
     template <Digits D> using CodesMath = DotMath<D, Dot>;

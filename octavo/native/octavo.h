@@ -1,24 +1,24 @@
 // The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/library.py.
 //
-//     Matrix        one product's weights, packed into panels of 16 output rows
-//     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded; Mixture: the MLP of a layer with experts
-//     Step          what one step computes: the batch's arrays and where results go
-//     Draws         rows of logits to draw ids from; Ranking: rows whose best are wanted
-//     Group         the ranks that share a model, processes of one host, and the memory through which they meet
+//     Matrix        the weights of one product, packed into panels of 16 output rows
+//     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer
+//     Step          one step: the arrays of the batch and where results go
+//     Draws         rows of logits to sample from; Ranking: rows whose best tokens are requested
+//     Group         the ranks that share a model, processes of one host, and the memory through which they communicate
 //
-// What could fail is checked in Python, before the call. Only where ranks meet may a call fail, see Group.
+// Errors are checked in Python, before the call. Only functions that communicate with other ranks may fail, see Group.
 //
-// Panels. y[m][n] = sum_k x[m][k] * w[n][k]. 16 rows n lie side by side, so that a vector register holds one k, a pair or
+// Panels. y[m][n] = sum_k x[m][k] * w[n][k]. 16 rows n are interleaved, so that a vector register holds one k, a pair or
 // a quad of k for all 16, and K is padded with zeros to a multiple of 64, and of the group:
 //
 //     F32    [panel][k][16]                  one k
 //     F16    [panel][k][16]                  one k; no weight above 1,024, see Matrix.factor
-//     BF16   [panel][k / 2][16][2]           a pair: what dpbf16, bfdot and an AMX tile of weights want
-//     Q8     [panel][k / 4][16][4]           a quad of codes, one byte each: what dpbusd and sdot want
+//     BF16   [panel][k / 2][16][2]           a pair: the format of dpbf16, bfdot and an AMX tile of weights
+//     Q8     [panel][k / 4][16][4]           a quad of codes, one byte each: the format of dpbusd and sdot
 //     Q4     [panel][k / 8][16][4]           two quads in one register: the first in the low nibbles, the second in the high
 //
 // Codes are unsigned: w = (scale * code + offset) * factor, with one scale and offset (float16) for each of 16 rows and each
-// group of k: [panel][k / group][16]. Where there is a table, table[code] stands for the code.
+// group of k: [panel][k / group][16]. If there is a table, table[code] replaces the code.
 #pragma once
 #include <stdint.h>
 
@@ -27,97 +27,96 @@ extern "C" {
 #endif
 
 enum { OCTAVO_PANEL = 16, OCTAVO_K_PAD = 64 };
-enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3, OCTAVO_F16 = 4 };  // kinds of weights
-// What a gate does to what it gates: silu(gate) * up; gelu(gate) * up, gelu by tanh; (up + 1) * gate * sigmoid(1.702 * gate), of
-// gates up to 7 and of ups from -7 to 7.
+enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3, OCTAVO_F16 = 4 };  // storage formats of weights
+// Gate functions: silu(gate) * up; gelu(gate) * up with the tanh approximation; (up + 1) * gate * sigmoid(1.702 * gate), with gates
+// limited to 7 and ups clamped to [-7, 7].
 enum { OCTAVO_SWIGLU = 0, OCTAVO_GEGLU = 1, OCTAVO_CLAMPED = 2 };
 
 typedef struct {
     int32_t kind;
-    int32_t group;           // k's that share a scale: 16, 32, 64 or 128; Q8 and Q4 only
-    int64_t n, k;            // as the model has them; panels are padded
+    int32_t group;           // number of k that share a scale: 16, 32, 64 or 128; Q8 and Q4 only
+    int64_t n, k;            // as in the model; panels are padded
     const void *data;
     const uint16_t *scale;   // float16
     const uint16_t *offset;  // float16
-    float factor;            // of all weights: (scale * code + offset) * factor; F16: number * factor
-    float top;               // no |scale * code + offset| is larger; Q8 and Q4 only
+    float factor;            // factor on all weights: (scale * code + offset) * factor; F16: number * factor
+    float top;               // upper bound of |scale * code + offset|; Q8 and Q4 only
     const float *bias;       // [n] or null
-    const int32_t *order;    // [k] or null: which input column each column of codes belongs to
-    const uint8_t *table;    // [16] or null: what stands for each code; Q4 only
+    const int32_t *order;    // [k] or null: the input column of each column of codes
+    const uint8_t *table;    // [16] or null: the value of each code; Q4 only
 } Matrix;
 
-// A router picks some of many experts for each token, and weighs what they give. In `experts_gate_up` and `experts_down` the rows of
-// one expert follow those of the one before, in equally many whole panels. A rank may have some of the experts: the others add nothing.
+// A router selects some of many experts for each token, and weights their outputs. In `experts_gate_up` and `experts_down` the rows of
+// each expert follow those of the previous one, in the same number of whole panels. A rank may have only some experts: others add nothing.
 typedef struct {
-    int32_t count, chosen;                   // of all experts; for each token
-    int32_t first, held;                     // the first of those that are here, and how many are
+    int32_t count, chosen;                   // of all experts; per token
+    int32_t first, held;                     // the first expert on this rank, and their number
     int32_t over_all;                        // softmax over the scores of all experts; 0: over those of the chosen ones
-    int32_t normed;                          // weights of the chosen ones are made to sum up to 1
+    int32_t normed;                          // the weights of the chosen experts are normalised to a sum of 1
     Matrix router;                           // rows: a score for each expert
-    Matrix experts_gate_up, experts_down;    // of each expert as `gate_up` and `down` of a layer
-    Matrix shared_gate_up, shared_down;      // of one more MLP that every token goes through; n is 0: there is none
-    Matrix shared_gate;                      // one row: its sigmoid weighs that MLP; n is 0: it has weight 1
+    Matrix experts_gate_up, experts_down;    // for each expert, like `gate_up` and `down` of a layer
+    Matrix shared_gate_up, shared_down;      // of one more MLP that every token passes through; n is 0: none
+    Matrix shared_gate;                      // one row: its sigmoid is the weight of that MLP; n is 0: the weight is 1
 } Mixture;
 
 typedef struct {
-    const float *attention_norm, *mlp_norm;            // [hidden], of what a sub-layer reads; null: it reads the stream as it is
-    const float *attention_after_norm, *mlp_after_norm;  // [hidden] or null: of what a sub-layer adds to the stream
-    const float *q_norm, *k_norm;            // [head_dim] or null; where `whole_norm` is, [heads * head_dim] and [kv_heads * head_dim]
+    const float *attention_norm, *mlp_norm;            // [hidden], of the input of a sub-layer; null: the input is the stream itself
+    const float *attention_after_norm, *mlp_after_norm;  // [hidden] or null: of the output of a sub-layer
+    const float *q_norm, *k_norm;            // [head_dim] or null; with `whole_norm`, [heads * head_dim] and [kv_heads * head_dim]
     const float *cos, *sin;                  // [max_len][rotary_dim / 2]
-    const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head and has no value
+    const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head but has no value
     Matrix qkv;                              // rows: all q heads, all k heads, all v heads
     Matrix output;
-    Matrix gate_up;                          // rows: 16 of gate, 16 of up, in turn
+    Matrix gate_up;                          // rows: 16 of gate and 16 of up alternate
     Matrix down;
-    const Mixture *mixture;                  // in place of gate_up and down, or null
+    const Mixture *mixture;                  // replaces gate_up and down; or null
     void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]
     float *k_scale, *v_scale;                // int8 cache only: [blocks][block_size][kv_heads]
     int32_t heads, kv_heads, head_dim;
-    int32_t rotary_dim;                      // the first numbers of a head that are rotated, in halves; 0: none
-    int32_t whole_norm;                      // q is normed as one, and k, not head by head
-    int32_t window;                          // 0: sees everything
-    int32_t cache_group, block_size;         // which of the step's block tables it has, and the tokens of a block there
+    int32_t rotary_dim;                      // the number of rotated dimensions at the start of a head, in halves; 0: none
+    int32_t whole_norm;                      // q and k are each normed as a whole, not head by head
+    int32_t window;                          // 0: unlimited
+    int32_t cache_group, block_size;         // its index among the step's block tables, and the tokens of a block there
     int32_t activation;
     float attention_scale;
-    float soft_cap;                          // scores become cap * tanh(score / cap); 0: they stay
-    float residual_scale;                    // of what sub-layers add to the stream
+    float soft_cap;                          // scores become cap * tanh(score / cap); 0: no cap
+    float residual_scale;                    // factor on the output of sub-layers
 } Layer;
 
-// Functions that meet other ranks return 0, or the same code on all of them: 1 + rank if that rank did not come within the time
-// limit, -(1 + rank) if that rank gave up. The group is of no more use then. One thread of a rank calls at a time, and all ranks
-// make the same calls in the same order.
+// Functions that communicate with other ranks return 0, or the same code on all of them: 1 + rank if that rank did not arrive within
+// the time limit, -(1 + rank) if that rank aborted. After that the group cannot be used. One thread of a rank calls at a time, and all
+// ranks make the same calls in the same order.
 typedef struct {
-    void *memory;            // octavo_group_bytes() of it, zeros in the beginning, shared by all ranks
-    int64_t slot_bytes;      // a multiple of 64: more than that is exchanged in parts
+    void *memory;            // of size octavo_group_bytes(), initially zero, shared by all ranks
+    int64_t slot_bytes;      // a multiple of 64: larger data is exchanged in parts
     int32_t rank, size;
-    int32_t timeout_ms;      // that a rank waits for another
+    int32_t timeout_ms;      // how long a rank waits for another
 } Group;
 
-// A stage of a pipeline has some of the layers. Where it is not the first, `embed` is not read; where not the last, `norm` and `head`.
-// A rank of a group has some of the heads, of the columns of gate and up, and of the ids; then its `output` and `down` give parts
-// of a sum, and only rank 0 has their bias.
+// A stage of a pipeline has some of the layers. `embed` is read only by the first stage, `norm` and `head` only by the last.
+// A rank of a group has some of the heads, of the columns of gate and up, and of the ids. Its `output` and `down` then compute partial
+// sums, and only rank 0 has their bias.
 typedef struct {
     int32_t num_layers, hidden, vocab;
     int32_t cache_kind;      // OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16 (saturating) or OCTAVO_Q8 (int8 with a scale per token and head)
-    int32_t embed_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_F16: rows of `embed`; OCTAVO_Q8: rows are read out of `head`'s panels
+    int32_t embed_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_F16: rows of `embed`; OCTAVO_Q8: rows are unpacked from `head`
     float eps;
-    float embedding_scale;   // of the rows of `embed`
+    float embedding_scale;   // factor on the rows of `embed`
     float logit_scale;
-    float logit_cap;         // logits become cap * tanh(logit / cap) after they are scaled; 0: they stay
+    float logit_cap;         // logits become cap * tanh(logit / cap) after scaling; 0: no cap
     const Layer *layers;
     const void *embed;       // [vocab_rows][hidden]
     const float *norm;       // [hidden]
     Matrix head;             // n: vocab_rows
-    int32_t vocab_start;     // the first id whose row this rank has in `embed` and `head`
-    int32_t vocab_rows;      // how many it has; 0: all, as has every other rank
+    int32_t vocab_start;     // the first id in this rank's part of `embed` and `head`
+    int32_t vocab_rows;      // the number of ids in that part; 0: all, on every rank
     const Group *group;      // null: there is one rank
 } Model;
 
-// Keys that several rows read together, since they have them in the same blocks. The nodes of a row follow one another without a gap,
-// from its first key on.
+// Shared keys: several rows have them in the same blocks. The nodes of a row are contiguous, starting at its first key.
 typedef struct {
-    int32_t first, count;                              // of its rows, in Step.shared_rows
-    int32_t begin, end;                                // its keys, by their positions
+    int32_t first, count;                              // its rows, in Step.shared_rows
+    int32_t begin, end;                                // its keys, by position
 } SharedNode;
 
 typedef struct {
@@ -127,19 +126,19 @@ typedef struct {
     const int64_t *slots;                              // [groups][tokens]
     const int32_t *query_start;                        // [rows + 1]
     const int32_t *context_len;                        // [rows]
-    const int32_t *tables;                             // [groups][rows][table_width]; behind a window they are not read
-    const int32_t *shared_start;                       // [groups + 1] or null: the first of the nodes of each cache group
+    const int32_t *tables;                             // [groups][rows][table_width]; not read behind a window
+    const int32_t *shared_start;                       // [groups + 1] or null: the first node of each cache group
     const SharedNode *shared_nodes;
     const int32_t *shared_rows;                        // of all nodes: rows of one token each
     const int64_t *sample_index;                       // [samples], into tokens
-    const float *received;                             // [tokens][hidden] or null: the stream of the stage before; null: ids are embedded
-    float *passed;                                     // [tokens][hidden] or null: where the stream goes, if another stage has the rest
-    float *hidden;                                     // [tokens][hidden] after the final norm; as all that follows, not where `passed` is
+    const float *received;                             // [tokens][hidden] or null: the stream of the previous stage; null: ids are embedded
+    float *passed;                                     // [tokens][hidden] or null: receives the stream, if another stage has the rest
+    float *hidden;                                     // [tokens][hidden] after the final norm; unused, like all that follows, if `passed` is set
     float *logits;                                     // [samples][vocab_rows]
-    int64_t *best;                                     // [samples]: the id of the largest of these logits, the lower of equals
+    int64_t *best;                                     // [samples]: the id of the largest of these logits, the lower one in a tie
 } Step;
 
-// Twins of those in octavo/kernels/reference/sampling.py, where the rules stand.
+// Their rules are defined by the reference, octavo/kernels/reference/sampling.py.
 typedef struct {
     int64_t rows, vocab;
     const float *logits;                               // [rows][vocab]
@@ -147,7 +146,7 @@ typedef struct {
     const int64_t *top_k;                              // [rows]: 0 = off
     const int64_t *noise;                              // [rows][4]: key, key, stream, high
     const int64_t *positions;                          // [rows]
-    int64_t *ids;                                      // [rows]: what was drawn
+    int64_t *ids;                                      // [rows]: the sampled ids
 } Draws;
 
 typedef struct {
@@ -155,34 +154,34 @@ typedef struct {
     const float *logits;                               // [rows][vocab]
     const int64_t *ids;                                // [rows]
     float *chosen;                                     // [rows]: distance of the row's id from the best
-    int64_t *ranks;                                    // [rows]: of the row's id, from 1
-    int64_t *totals;                                   // [rows]: mass of all tokens, 2^40 for the best
+    int64_t *ranks;                                    // [rows]: rank of the row's id, from 1
+    int64_t *totals;                                   // [rows]: total probability in fixed point, 2^40 for the best token
     float *near;                                       // [rows][count]: distances of the best, in order
     int64_t *near_ids;                                 // [rows][count]
 } Ranking;
 
-#pragma GCC visibility push(default)  // all else in the library is hidden
+#pragma GCC visibility push(default)  // everything else in the library is hidden
 
-// Callers on several threads take turns: one call runs at a time.
+// Calls from several threads are serialised.
 
-// Levels are numbered from 0, the portable one, each with all instructions of those below. Their names differ by architecture.
-const char *octavo_level_name(int level);    // null past the last one of this architecture
-int octavo_cpu_level(void);                  // the highest level this machine runs
-void octavo_set_level(int level);            // at most that; what every later call uses
+// Levels are numbered from 0, the portable one. Each uses all instructions of the lower ones. Their names depend on the architecture.
+const char *octavo_level_name(int level);    // null after the last level of this architecture
+int octavo_cpu_level(void);                  // the highest level this machine supports
+void octavo_set_level(int level);            // limited to that; applies to every later call
 int octavo_level(void);
 void octavo_set_threads(int threads);        // starts and stops workers; the caller is one of them
 int octavo_threads(void);
 
-int octavo_step(const Model *model, const Step *step);  // not 0: the ranks did not meet, and there are no results
+int octavo_step(const Model *model, const Step *step);  // not 0: communication between ranks failed, and there are no results
 
-// What ranks do together.
-int64_t octavo_group_bytes(int size, int64_t slot_bytes);                                               // of memory for so many ranks
-int octavo_reduce(const Group *group, float *data, int64_t count);                                      // their sum: rank 0 + rank 1 + ...
+// Collective operations of ranks.
+int64_t octavo_group_bytes(int size, int64_t slot_bytes);                                               // the size of the memory
+int octavo_reduce(const Group *group, float *data, int64_t count);                                      // the sum: rank 0 + rank 1 + ...
 int octavo_gather(const Group *group, const void *mine, void *all, int64_t bytes);                      // all: [size][bytes]
-void octavo_abort(const Group *group);                                                                  // this rank gives up: nobody waits on
+void octavo_abort(const Group *group);                                                                  // aborts for this rank and ends all waiting
 
-// The parts of a step, for the layer-by-layer path and for tests against the torch twins.
-// tokens: of the step that the rows belong to. Where they are more than a few, no row is multiplied as codes of 8 bits.
+// The parts of a step, for the layer-by-layer path and for tests against the torch references.
+// tokens: of the step that the rows belong to. Unless it is a small batch, no row is multiplied as 8-bit codes.
 void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);       // y: [rows][n]
 void octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);  // y: [rows][n / 2]
 void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);      // y: [tokens][hidden]
@@ -190,25 +189,25 @@ void octavo_add_rms_norm(float *stream, const float *x, const float *weight, flo
 void octavo_write(const Model *model, int layer, const Step *step, float *qkv);                         // norms, rotates, stores
 void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);      // out: [tokens][heads * head_dim]
 
-void octavo_cap_logits(const Model *model, float *logits, int64_t count);                               // scales and caps them, in place
+void octavo_cap_logits(const Model *model, float *logits, int64_t count);                               // in place
 
-// Rows are independent of each other: threads share them.
+// Rows are independent of each other and divided among threads.
 void octavo_draw(const Draws *draws);
 void octavo_rank(const Ranking *ranking);
-void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // of tokens 0 to count - 1
+void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // for tokens 0 to count - 1
 
 // Packing, once at load. Sources are row major; `data`, `scale`, `offset` and `top` of the matrix are written.
-// F32, F16 and BF16: [...][k], divided by the factor; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
+// F32, F16 and BF16: [...][k], divided by the factor; rows: [n], the source row of each row of the matrix, -1 for zeros; null: the same
 void octavo_pack_float(Matrix *matrix, const float *weights, const int64_t *rows);
 // Q8 and Q4: [...][k], [...][k / group]; rows: likewise
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
-// Blocks of a GGUF file into codes, and scales and offsets of their runs. kind: a place in BLOCK_KINDS (packing.cpp)
+// Unpacks blocks of a GGUF file to codes, and scales and offsets of their runs. kind: an index into BLOCK_KINDS (packing.cpp)
 void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_t *codes, float *scale, float *offset);
 void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *halves);  // numbers / factor in float16
 
 float octavo_block_range(int kind, const uint8_t *blocks, int64_t count);  // the largest |scale| or |offset|
-// Blocks straight into panels. tensors: whose rows follow each other, sizes: rows of each, rows: as for codes
+// Packs blocks directly into panels. tensors: their rows are concatenated; sizes: rows of each; rows: as for codes
 void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows);
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16

@@ -1,4 +1,4 @@
-// Weights into panels, once at load, and rows out of them again. octavo.h draws the layouts.
+// Packs weights into panels, once at load, and unpacks single rows. octavo.h draws the layouts.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace octavo {
 
 const int64_t P = OCTAVO_PANEL;
 
-// Row `row` of packed weights, as floats.
+// Unpacks row `row` of packed weights to floats.
 void unpack_row(const Matrix &matrix, int64_t row, float *to) {
     int64_t stride = padded(matrix), panel = row / P, lane = row % P;
     for (int64_t k = 0; k < matrix.k; k++) {
@@ -37,7 +37,7 @@ void unpack_row(const Matrix &matrix, int64_t row, float *to) {
     }
 }
 
-// The row of the file that is row `lane` of a panel, or -1
+// Returns the source row for row `lane` of a panel, or -1.
 static int64_t row_of(const Matrix &matrix, const int64_t *rows, int64_t panel, int64_t lane) {
     int64_t n = panel * P + lane;
     return n >= matrix.n ? -1 : rows ? rows[n] : n;
@@ -56,7 +56,7 @@ static void pack_float(Matrix &matrix, const float *weights, const int64_t *rows
     }
 }
 
-// Codes [k, k + 4) of a row in one word, zeros past its end.
+// Returns codes [k, k + 4) of a row in one word, with zeros after its end.
 static uint32_t quad(const uint8_t *codes, int64_t k, int64_t size) {
     uint32_t word = 0;
     if (k + 4 <= size) memcpy(&word, codes + k, 4);
@@ -64,7 +64,7 @@ static uint32_t quad(const uint8_t *codes, int64_t k, int64_t size) {
     return word;
 }
 
-// Row `lane` of a panel. `row`: its codes; without, zeros
+// Packs row `lane` of a panel. `row`: its codes; null: zeros
 static void pack_row(Matrix &matrix, const uint8_t *row, int64_t panel, int64_t lane) {
     const int64_t stride = padded(matrix), size = row ? matrix.k : 0;
     uint8_t *to = (uint8_t *)matrix.data + panel * stride * P / (matrix.kind == OCTAVO_Q8 ? 1 : 2) + 4 * lane;
@@ -79,7 +79,7 @@ static void pack_row(Matrix &matrix, const uint8_t *row, int64_t panel, int64_t 
     }
 }
 
-// The largest |scale * code + offset| that a panel could hold.
+// Returns an upper bound of |scale * code + offset| in a panel.
 static float panel_top(const Matrix &matrix, int64_t panel) {
     const int64_t count = padded(matrix) / matrix.group * P;
     const uint16_t *scale = matrix.scale + panel * count, *offset = matrix.offset + panel * count;
@@ -88,7 +88,7 @@ static float panel_top(const Matrix &matrix, int64_t panel) {
         least = *std::min_element(matrix.table, matrix.table + 16);
         most = *std::max_element(matrix.table, matrix.table + 16);
     }
-    int32_t top = 0;  // the bits of floats that are not negative, which are in the same order, and which compilers vectorise
+    int32_t top = 0;  // as bits: nonnegative floats have the same order as their bits, and compilers vectorise this
     for (int64_t i = 0; i < count; i++) {
         const float step = f16_to_float(scale[i]), base = f16_to_float(offset[i]);
         const int32_t low = int32_t(float_to_bits(std::abs(step * least + base))), high = int32_t(float_to_bits(std::abs(step * most + base)));
@@ -111,7 +111,7 @@ static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *sca
     }
 }
 
-// -- blocks of GGUF files into codes, as octavo/kernels/reference/dequant.py draws them
+// -- unpacks blocks of GGUF files to codes, by the layouts in octavo/kernels/reference/dequant.py
 
 static float half_at(const uint8_t *bytes) {
     uint16_t half;
@@ -119,7 +119,7 @@ static float half_at(const uint8_t *bytes) {
     return f16_to_float(half);
 }
 
-// Halves of `count` bytes: the lower ones are codes, the upper ones codes `apart` further on.
+// Splits `count` bytes: the lower halves are codes, the upper halves codes that are `apart` positions further.
 static void nibbles(const uint8_t *bytes, int count, uint8_t *codes, int apart) {
     for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
     for (int i = 0; i < count; i++) codes[apart + i] = bytes[i] >> 4;
@@ -188,7 +188,7 @@ static void q6_k_codes(const uint8_t *from, uint8_t *codes) {
 }
 
 struct BlockKind {
-    int64_t bytes, codes, runs;  // of a block; a run shares a scale and an offset
+    int64_t bytes, codes, runs;  // per block; a run shares a scale and an offset
     void (*scales)(const uint8_t *from, float *scale, float *offset);
     void (*unpack)(const uint8_t *from, uint8_t *codes);
 };
@@ -208,14 +208,14 @@ static void unpack_block(const BlockKind &kind, const uint8_t *blocks, int64_t i
     kind.unpack(blocks + i * kind.bytes, to.codes + i * kind.codes);
 }
 
-// Rows of several tensors, one after the other, each of its own kind.
+// The concatenated rows of several tensors, each of its own kind.
 struct Blocks {
     const uint8_t *const *tensors;
-    const int64_t *rows;  // of each tensor
+    const int64_t *rows;  // per tensor
     const int32_t *kinds;
 };
 
-// One row into codes [k] and its scales and offsets. Returns how many runs it has.
+// Unpacks one row to codes [k] and its scales and offsets. Returns the number of runs.
 static int64_t unpack_blocks(const Blocks &blocks, int64_t row, int64_t k, Unpacked to) {
     int part = 0;
     for (; row >= blocks.rows[part]; part++) row -= blocks.rows[part];
@@ -226,11 +226,11 @@ static int64_t unpack_blocks(const Blocks &blocks, int64_t row, int64_t k, Unpac
     return count * one.runs;
 }
 
-// Scales or offsets of a row's runs, into the lane at `to` of all groups of the matrix: a run may be several groups.
+// Writes scales or offsets of a row's runs to the lane at `to`, for all groups of the matrix: a run may be several groups.
 static void pack_runs(const Matrix &matrix, const float *numbers, int64_t runs, uint16_t *to) {
     uint16_t halves[16];
     const int64_t groups = padded(matrix) / matrix.group, each = runs ? matrix.k / matrix.group / runs : 0;
-    const float inverse = 1 / matrix.factor;  // of a power of two
+    const float inverse = 1 / matrix.factor;  // exact, as the factor is a power of two
     const uint16_t *end = to + groups * P;
     for (int64_t first = 0; first < runs; first += 16) {
         const int64_t count = std::min<int64_t>(16, runs - first);
@@ -251,7 +251,7 @@ static void pack_blocks(Matrix &matrix, const Blocks &blocks, const int64_t *row
     }
 }
 
-// One block as floats. codes: room for those of a block
+// Dequantises one block. codes: a buffer for the codes of a block
 static void block_floats(const BlockKind &kind, const uint8_t *block, uint8_t *codes, float *to) {
     float scale[16], offset[16];
     kind.scales(block, scale, offset);
@@ -261,7 +261,7 @@ static void block_floats(const BlockKind &kind, const uint8_t *block, uint8_t *c
         for (int64_t i = 0; i < size; i++) to[i] = scale[run] * float(codes[i]) + offset[run];
 }
 
-// Numbers in another type. What float16 cannot hold becomes infinite.
+// Converts numbers to another type. Numbers too large for float16 become infinite.
 static void narrow(const float *from, int64_t count, int kind, void *to) {
     if (kind == OCTAVO_F32) memcpy(to, from, size_t(count) * 4);
     for (int64_t i = 0; kind == OCTAVO_BF16 && i < count; i++) ((uint16_t *)to)[i] = float_to_bf16(from[i]);
@@ -269,7 +269,7 @@ static void narrow(const float *from, int64_t count, int kind, void *to) {
         ((uint16_t *)to)[i] = float_to_f16(from[i] > 0x1p16f ? 0x1p16f : from[i] < -0x1p16f ? -0x1p16f : from[i]);
 }
 
-// The largest of what each thread returns.
+// Returns the largest of the results of all threads.
 static float largest_of(const std::function<float(int)> &body) {
     std::vector<float> found(size_t(pool().threads()));
     together([&](int thread) { found[size_t(thread)] = body(thread); });
@@ -320,7 +320,7 @@ void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *
     });
 }
 
-// The largest |scale| or |offset| of some blocks, infinity if one is no number.
+// Returns the largest |scale| or |offset| of some blocks, infinity if one is NaN.
 float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
     Turn turn;
     const BlockKind &one = BLOCK_KINDS[kind];

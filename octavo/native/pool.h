@@ -1,7 +1,7 @@
-// Threads that run one function together: the caller and its workers, with a barrier between the phases of the work.
+// A pool of threads that run one function together: the caller and its workers, with a barrier between the phases of the work.
 //
-// Waiting is a short spin, then sleep: phases are microseconds apart when nobody disturbs, and a thread that spins while
-// another process holds the core of the one it waits for only delays it.
+// A thread spins briefly and then sleeps: phases are microseconds apart on an idle machine, but if another process occupies the core
+// of the awaited thread, spinning would only delay it.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -17,10 +17,10 @@ public:
     int threads() const { return int(workers_.size()) + 1; }
     void resize(int threads);
 
-    // body(thread) on every thread; returns when all have returned.
+    // Runs body(thread) on every thread; returns when all have returned.
     void run(const std::function<void(int)> &body);
 
-    // Inside body: waits until every thread has come here.
+    // Called inside body: waits until every thread has reached this point.
     void barrier();
 
 private:
@@ -28,23 +28,23 @@ private:
 
     std::vector<std::thread> workers_;
     const std::function<void(int)> *body_ = nullptr;
-    std::atomic<uint32_t> round_{0};  // one more for each run: what workers wait for
+    std::atomic<uint32_t> round_{0};  // incremented for each run; workers wait for it
     std::atomic<bool> stopping_{false};
-    // Each on a cache line of its own: who arrives takes nothing away from those that watch the phase, or read what is above.
-    alignas(64) std::atomic<uint32_t> phase_{0};  // one more for each barrier passed
+    // On separate cache lines: an arriving thread must not slow down those that poll the phase, or read the fields above.
+    alignas(64) std::atomic<uint32_t> phase_{0};  // incremented for each barrier
     alignas(64) std::atomic<int> arrived_{0};
 };
 
 Pool &pool();
 
-// A caller's turn. The level, the threads and the memory between calls are there once in a process, so callers take turns: each function of
-// the C ABI that uses them holds one. Ranks meet inside of it, for each of them is a process.
+// Serialises calls. The level, the threads and the buffers exist once per process, so each function of the C ABI that uses them holds
+// a Turn. Ranks communicate while they hold it, since each rank is a process.
 class Turn {
     std::lock_guard<std::mutex> held_{one_at_a_time_};
     static inline std::mutex one_at_a_time_;
 };
 
-// The part of [0, count) that is `thread`'s, in whole multiples of `unit`.
+// The part of [0, count) for one thread, in whole multiples of `unit`.
 struct Range {
     int64_t begin, end;
 };

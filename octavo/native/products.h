@@ -1,11 +1,11 @@
 // Products of rows with panels, for every level. A Math is one way to multiply some rows by one panel:
 //
 //     MOST                           rows of a block: their sums stay in registers
-//     panel(index, memory)           the panel as blocks read it: where it lies, or unpacked into memory
+//     panel(index, memory)           the panel in the format of block(): in place, or unpacked into memory
 //     block<R>(row, weights, sums)   R rows from `row` on times the panel
 //
-// Levels differ in the Math they choose for a matrix and its rows; all share the loops around it, which add biases, gate, and
-// store. All of it is in an unnamed namespace: code compiled for one level must never serve another.
+// Levels differ in the Math they select for a matrix and its rows; all share the loops around it, which add biases, apply gates, and
+// store. All of it is in an unnamed namespace: code compiled for one level must never be used by another.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -17,13 +17,13 @@ namespace octavo {
 namespace {
 
 const int P = OCTAVO_PANEL;
-const int64_t NEAR_BYTES = 1 << 19;  // rows of x that stay in the second-level cache while panels pass by
+const int64_t NEAR_BYTES = 1 << 19;  // rows of x that stay in the L2 cache while panels are read
 
 inline Lanes bias_of(const Matrix &matrix, int64_t panel) {
     return matrix.bias ? load_some(matrix.bias + panel * P, matrix.n - panel * P) : zeros();
 }
 
-// 16 results of a row, from column `begin` on; `left` are wanted.
+// Stores 16 results of a row, from column `begin` on; only `left` of them are valid.
 inline void put(const Lanes &values, const Target &target, int64_t row, int64_t begin, int64_t left) {
     int64_t place = row * target.stride + begin;
     if (target.halves) store_bf16(values, target.halves + place, left);
@@ -38,7 +38,7 @@ inline void block_of(const Math &math, int64_t row, int64_t count, Weights weigh
     math.template block<R>(row, weights, sums);
 }
 
-// run(from, to) for rows that lie near at the same time.
+// Calls run(from, to) for ranges of rows that fit into the L2 cache.
 template <class Math, class Run> void by_near_rows(const Rows &rows, Run run) {
     const int64_t bytes = rows.stride * (rows.form == Form::FLOAT ? 4 : rows.form == Form::INT8 ? 1 : 2);
     const int64_t near = std::max<int64_t>(1, NEAR_BYTES / bytes / Math::MOST) * Math::MOST;
@@ -62,7 +62,7 @@ void product_with(const Math &math, const Matrix &matrix, const Rows &rows, int6
     });
 }
 
-// y[row][n] = the gated one for pairs of panels: the first of each pair is gate, the second up.
+// y[row][n] = the gated value for pairs of panels: the first of each pair is gate, the second up.
 template <class Math>
 void gate_up_with(const Math &math, const Matrix &matrix, int activation, const Rows &rows, int64_t begin, int64_t end, const Target &y, void *scratch) {
     by_near_rows<Math>(rows, [&](int64_t from, int64_t to) {
@@ -103,8 +103,8 @@ struct BF16Panel {
 // As many rows as leave registers for a panel's weights and a number of x.
 const int FLOAT_MOST = WIDTH == 16 ? 12 : WIDTH == 8 ? 6 : 4;
 
-// One sum for each row, one k after the other: a row gives the same bits whatever it is multiplied with. A few rows wait for their
-// sums, but for memory even longer.
+// One sum per row, one k after the other: the bits of a row do not depend on the other rows. In small batches, the latency of
+// sums matters less than that of memory.
 template <int R, class Panel> void block_float(const Panel &panel, const Rows &rows, int64_t row, Lanes *sums) {
     const float *x = rows.values + row * rows.stride;
     Lanes acc[R];
@@ -120,7 +120,7 @@ template <int R, class Panel> void block_float(const Panel &panel, const Rows &r
     for (int r = 0; r < R; r++) sums[r] = acc[r];
 }
 
-template <class Panel> struct FloatMath {  // weights are read where they lie
+template <class Panel> struct FloatMath {  // weights are read in place
     static const int MOST = FLOAT_MOST;
     const Matrix &matrix;
     const Rows &rows;
@@ -135,22 +135,22 @@ template <class Panel> struct FloatMath {  // weights are read where they lie
     }
 };
 
-// run(digits): the form of a matrix's codes, known to the compiler
+// Calls run(digits) with the format of a matrix's codes as a compile-time constant.
 template <class Run> inline void by_digits(const Matrix &matrix, Run run) {
     if (matrix.kind == OCTAVO_Q8) run(std::integral_constant<Digits, Digits::BYTES>());
     else if (matrix.table) run(std::integral_constant<Digits, Digits::LOOKED_UP>());
     else run(std::integral_constant<Digits, Digits::NIBBLES>());
 }
 
-// 16 rows of 4 bytes each, in one register: of codes of 4 bits the low and the high digits, one register after the other.
-// run(words, shift of the first number, mask of each)
+// 16 rows of 4 bytes each, in one register. 4-bit codes give two registers: the low and the high halves of all bytes.
+// Calls run(words, shift of the first number, mask of each).
 template <Digits D, class Run> INLINE void each_quad(const Words &words, const uint8_t *table, Run run) {
     if constexpr (D == Digits::BYTES) run(words, 0, 255);
     else if constexpr (D == Digits::NIBBLES) run(words, 0, 15), run(words, 4, 15);
     else run(looked_up(low_digits(words), table), 0, 255), run(looked_up(high_digits(words), table), 0, 255);
 }
 
-// A panel of codes as floats: to [stride][16]
+// Unpacks a panel of codes to floats: to [stride][16]
 template <Digits D> void unpack_codes(const Matrix &matrix, int64_t stride, int64_t panel, float *to) {
     const bool FOUR = D != Digits::BYTES;
     const int64_t groups = stride / matrix.group;
@@ -166,7 +166,7 @@ template <Digits D> void unpack_codes(const Matrix &matrix, int64_t stride, int6
     }
 }
 
-struct UnpackedMath {  // weights become floats first, for many rows
+struct UnpackedMath {  // weights are unpacked to floats first, for large batches
     static const int MOST = FLOAT_MOST;
     const Matrix &matrix;
     const Rows &rows;
@@ -198,10 +198,10 @@ template <class Run> void choose_float(const Matrix &matrix, const Rows &rows, R
     else run(FloatMath<BF16Panel>{matrix, rows});
 }
 
-// --- codes of 8 bits ---------------------------------------------------------------------------------------------------
+// --- 8-bit codes -------------------------------------------------------------------------------------------------------
 
-// What the rows of a block add up to for one panel, from totals of code times code over each span. CENTRED: the codes of weights
-// were counted from -128 on, as signed bytes are.
+// Accumulates the rows of a block for one panel, from totals of code times code over each span. CENTRED: the codes of weights
+// were shifted by -128 to signed bytes.
 template <int R, bool CENTRED = false> struct CodeSums {
     const Matrix &matrix;
     const Rows &rows;
@@ -212,7 +212,7 @@ template <int R, bool CENTRED = false> struct CodeSums {
     CodeSums(const Matrix &matrix, const Rows &rows, int64_t row, int64_t panel) : matrix(matrix), rows(rows), row(row), panel(panel) {
         for (int r = 0; r < R; r++) acc[r] = zeros();
     }
-    // total(r): of row r, for the span from k on
+    // total(r): of row r, for the span that starts at k
     template <class Total> INLINE void add_span(int64_t k, Total total) {
         const int64_t place = (panel * groups + (k >> group_bits)) * P, index = row * spans + (k >> span_bits);
         const Lanes scales = load_f16(matrix.scale + place);
@@ -260,14 +260,14 @@ private:
 
 // --- rows of x ---------------------------------------------------------------------------------------------------------
 
-// The largest of |values|, compared as bits: infinity and NaN, which no code could say, are larger than any number.
+// The largest of |values|, compared as bits: infinity and NaN, which codes cannot represent, are larger than any number.
 inline float largest_of(const float *values, int64_t count) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) largest = std::max(largest, float_to_bits(values[i]) & 0x7fffffff);
     return bits_to_float(largest);
 }
 
-// A span of x in codes of 8 bits.
+// Quantises a span of x to 8-bit codes.
 inline void quantize_span(const float *values, int64_t count, int8_t *codes, float &scale, float &sum) {
     const float largest = largest_of(values, count), inverse = largest > 0 ? 127 / largest : 0.0f;
     scale = largest / 127;
@@ -280,7 +280,7 @@ inline void quantize_span(const float *values, int64_t count, int8_t *codes, flo
     sum = scale * float(total);
 }
 
-// The power of two that brings the largest of |values| to at most 1; infinite or NaN where that is.
+// The power of two that scales the largest of |values| to at most 1; infinite or NaN if that is.
 inline float power_above(float largest) {
     const uint32_t bits = float_to_bits(largest);
     if (bits >= 0x7f800000) return largest;
@@ -293,14 +293,14 @@ inline void halve_span(const float *values, int64_t count, uint16_t *halves, flo
     for (int64_t i = 0; i < count; i += LANE_COUNT) store_f16(load(values + i) * inverse, halves + i);
 }
 
-// Columns [begin, begin + count) of x as the weights have them: where they lie or, put in order and padded, in `local`.
+// Columns [begin, begin + count) of x in the order of the weights: in place or, reordered and padded, in `local`.
 inline const float *columns(const Matrix &matrix, const float *x, int64_t begin, int64_t count, float *local) {
     if (!matrix.order && begin + count <= matrix.k) return x + begin;
     for (int64_t i = 0; i < count; i++) local[i] = begin + i >= matrix.k ? 0.0f : x[matrix.order ? matrix.order[begin + i] : begin + i];
     return local;
 }
 
-// A row of x in the form `rows` asks for.
+// Converts a row of x to the format of `rows`.
 void prepare_row(const Matrix &matrix, const float *x, const Rows &rows, int64_t row) {
     const int64_t span = span_of(matrix), spans = rows.stride / span;
     for (int64_t i = 0; i < spans; i++) {
@@ -317,7 +317,7 @@ void prepare_row(const Matrix &matrix, const float *x, const Rows &rows, int64_t
 
 // --- the kernels of a level ----------------------------------------------------------------------------------------------
 
-// A few rows by codes, all others by floats. CodesMath: how the level multiplies codes.
+// Small batches by codes, all others by floats. CodesMath: how the level multiplies codes.
 template <template <Digits> class CodesMath> struct FloatChoice {
     static Form form(const Matrix &matrix, int64_t rows) { return has_codes(matrix) && rows <= FEW ? Form::INT8 : Form::FLOAT; }
 

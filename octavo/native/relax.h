@@ -1,4 +1,4 @@
-// What a thread tells its core while it spins.
+// The pause instruction for spin loops.
 #pragma once
 
 #if defined(__x86_64__)

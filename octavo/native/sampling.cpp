@@ -1,4 +1,4 @@
-// Sampling over rows: threads take the next one as they get done.
+// Sampling over rows: each thread takes the next row when it is done.
 #include <atomic>
 #include <vector>
 
@@ -7,13 +7,13 @@
 
 namespace octavo {
 
-static std::vector<uint32_t> memory_;  // of each thread, kept from call to call
+static std::vector<uint32_t> memory_;  // per thread, reused between calls
 
 template <class Work> static void each_row(int64_t rows, int64_t vocab, Work work) {
     size_t size = size_t(row_words(vocab)), wanted = size * size_t(pool().threads());
     if (memory_.size() < wanted) memory_ = std::vector<uint32_t>(wanted);
     choose_level();
-    if (rows == 1) return work(0, memory_.data());  // not worth waking anybody
+    if (rows == 1) return work(0, memory_.data());  // not worth waking other threads
     std::atomic<int64_t> next{0};
     together([&](int thread) {
         for (int64_t row = next++; row < rows; row = next++) work(row, memory_.data() + size * size_t(thread));

@@ -1,13 +1,13 @@
-// Drawing a token of a row and ranking its best: the rule of octavo/kernels/reference/sampling.py, with nothing put in order.
+// Samples a token of a row and ranks its best, by the rules of octavo/kernels/reference/sampling.py, but without sorting.
 //
-// A row is the distances of its tokens from the best, d = (max - logit) / temperature, in blocks of 128, and the least of each
-// block. None is negative, so their bits order like the numbers: the order (d, id) is one of integers.
+// A row is stored as the distances of its tokens from the best, d = (max - logit) / temperature, in blocks of 128, and the minimum of
+// each block. None is negative, so their bits have the same order as the numbers: the order (d, id) is one of integers.
 //
-//     a filter   finds where it cuts that order, from sums over slots of bits: 11, then 10, then 10 more; what lies beyond is out
-//     the draw   is a race: the highest of noise - d. Noise is bounded from above without a logarithm, so that logarithms are
-//                taken of the few tokens only that could still win; they are exact, and the same on every level
+//     a filter   finds its cutoff in that order, from sums over bit fields: 11, then 10, then 10 more bits; tokens beyond it are removed
+//     the draw   is a race for the highest noise - d. An upper bound of the noise needs no logarithm, so logarithms are computed
+//                only for the few tokens that could still win; they are exact, and the same on every level
 //
-// Blocks whose least is beyond a cut, or too far behind in the race, are not looked at. Included by generic.h, for each level.
+// Blocks whose minimum is beyond a cutoff, or too far behind in the race, are skipped. Included by generic.h, for each level.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@ namespace {
 
 const int QUAD = 4, QUADS = ROW_BLOCK / QUAD;         // tokens of a counter, counters of a block
 const uint32_t LARGEST = 0x7fffffff, INFINITE = 0x7f800000;
-const uint32_t OUT = 0x80000000;                      // the least of a block without tokens: more than any bits
+const uint32_t OUT = 0x80000000;                      // the minimum of a block without tokens: more than any bits
 const float MOST_NOISE = 16.7f;                       // -log(-log(1 - 2^-24)) = 16.64
 
 // --- noise -------------------------------------------------------------------------------------------------------------
@@ -46,11 +46,11 @@ inline void philox(const int64_t *noise, int64_t position, int64_t block, uint32
 
 inline float unit(uint32_t word) { return (float(int32_t(word >> 9)) + 0.5f) * 0x1p-23f; }  // inside (0, 1), exact
 
-// Each logarithm is rounded to a float, as the twin's are.
+// Each logarithm is rounded to a float, as in the reference.
 inline float gumbel(float unit) { return -float(std::log(double(-float(std::log(double(unit)))))); }
 
-// At least the Gumbel noise of a word, and at most 0.1 more where that is above 3: -log(-log(u)) <= -log(1 - u), and the bits
-// of 1 - u, read as a number, are its logarithm but for a curve below it.
+// An upper bound of the Gumbel noise of a word, at most 0.1 too large if that is above 3: -log(-log(u)) <= -log(1 - u), and the bits
+// of 1 - u, read as a number, approximate its logarithm from above.
 inline float noise_bound(uint32_t word) {
     float rest = float(int32_t(~word >> 9)) + 0.5f;  // (1 - u) * 2^23
     return 0.693148f * (150.0001f - float(int32_t(float_to_bits(rest))) * 0x1p-23f);
@@ -70,11 +70,11 @@ template <Philox PHILOX> void uniform_row(const int64_t *noise, int64_t position
 
 struct Row {
     int64_t blocks;
-    uint32_t *bits;    // [blocks][ROW_BLOCK]: of the distances; LARGEST behind the last token
-    uint32_t *least;   // [blocks]: the smallest of each, or OUT
+    uint32_t *bits;    // [blocks][ROW_BLOCK]: of the distances; LARGEST after the last token
+    uint32_t *least;   // [blocks]: the minimum of each, or OUT
     uint32_t *spare;   // [blocks][ROW_BLOCK]
 
-    // look(begin) for the blocks, by their first token, that have something up to `high`.
+    // Calls look(begin) for the blocks, by their first token, whose minimum is at most `high`.
     template <class Look> void each_block(uint32_t high, Look look) const {
         for (int64_t block = 0; block < blocks; block++)
             if (least[block] <= high) look(block * ROW_BLOCK);
@@ -96,7 +96,7 @@ Row measure(const float *logits, int64_t vocab, float temperature, uint32_t *mem
     int64_t blocks = row_blocks(vocab);
     Row row{blocks, memory, memory + blocks * ROW_BLOCK, memory + blocks * (ROW_BLOCK + 1)};
     float most = largest_logit(logits, vocab), scale = std::min(std::max(temperature, 0x1p-126f), 0x1.fffffep127f);
-    for (int64_t i = 0; i < vocab; i++) row.bits[i] = float_to_bits((most - logits[i]) / scale) & LARGEST;  // of zeros of two signs
+    for (int64_t i = 0; i < vocab; i++) row.bits[i] = float_to_bits((most - logits[i]) / scale) & LARGEST;  // removes the sign of -0
     std::fill(row.bits + vocab, row.least, LARGEST);
     for (int64_t block = 0; block < blocks; block++) {
         uint32_t least = LARGEST;
@@ -106,12 +106,12 @@ Row measure(const float *logits, int64_t vocab, float temperature, uint32_t *mem
     return row;
 }
 
-// --- cuts --------------------------------------------------------------------------------------------------------------
+// --- cutoffs -----------------------------------------------------------------------------------------------------------
 
 const float NO_MASS = 28;  // exp(-28) * 2^40 < 1
 
-// exp(-distance) in fixed point, 2^40 for the best token: sums do not depend on their order. Made of two halves of 20 bits,
-// since vectors of floats convert to 32.
+// exp(-distance) in fixed point, 2^40 for the best token: sums do not depend on their order. Computed as two halves of 20 bits,
+// since vectors of floats convert to 32 bits.
 inline int64_t mass(uint32_t bits) {
     float distance = bits_to_float(bits), scaled = fast_exp(-(distance < NO_MASS ? distance : NO_MASS)) * 0x1p20f;
     int32_t high = int32_t(scaled), low = int32_t((scaled - float(high)) * 0x1p20f);
@@ -126,12 +126,12 @@ int64_t total_mass(const Row &row) {
     return total;
 }
 
-struct Cut {           // within: fewer bits, and of those with the same the first `equals`
+struct Cut {           // kept: tokens with fewer bits, and the first `equals` with the same bits
     uint32_t bits;
     int64_t equals;
 };
 
-// Those of `from` that lie between low and high go to `to`, which may be the same place; returns their end.
+// Copies the elements of `from` between low and high to `to`, which may be the same array; returns their end.
 inline uint32_t *pick(const uint32_t *from, int64_t count, uint32_t low, uint32_t high, uint32_t *to) {
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits = from[i];
@@ -141,7 +141,7 @@ inline uint32_t *pick(const uint32_t *from, int64_t count, uint32_t low, uint32_
     return to;
 }
 
-// Within are tokens with less than `goal` of weight before them. The caller knows that none beyond the bits `high` is.
+// Keeps tokens with a total weight of less than `goal` before them. All kept tokens have at most the bits `high`.
 template <class Weigh> Cut cut_at(const Row &row, double goal, uint32_t high, Weigh weigh) {
     uint32_t low = 0, *end = row.spare;
     row.each_block(high, [&](int64_t begin) { end = pick(row.bits + begin, ROW_BLOCK, low, high, end); });
@@ -163,7 +163,7 @@ template <class Weigh> Cut cut_at(const Row &row, double goal, uint32_t high, We
     return {low, each > 0 ? int64_t(std::ceil((goal - double(before)) / each)) : INT64_MAX};
 }
 
-// The first `count` tokens. That many blocks have a token up to the count-th smallest of their least, so no more are needed.
+// Keeps the first `count` tokens. That many blocks have a minimum up to the count-th smallest, so no more are needed.
 Cut cut_count(const Row &row, int64_t count) {
     uint32_t high = LARGEST;
     if (count < row.blocks) {
@@ -174,7 +174,8 @@ Cut cut_count(const Row &row, int64_t count) {
     return cut_at(row, double(count), high, [](uint32_t) { return int64_t(1); });
 }
 
-// Tokens with less than `part` of the mass before them. Beyond are those so far out that all of them could not weigh the rest.
+// Keeps tokens with less than `part` of the probability before them. Tokens so far out that all together weigh less than the rest are
+// skipped.
 Cut cut_mass(const Row &row, double part) {
     double total = double(total_mass(row)), rest = (1 - part) * total * 0x1p-40;
     double reach = std::log(double(row.blocks * ROW_BLOCK) / rest) + 0.01;
@@ -182,7 +183,7 @@ Cut cut_mass(const Row &row, double part) {
     return cut_at(row, std::max(part * total, 0.5), high, [](uint32_t bits) { return mass(bits); });
 }
 
-// Tokens with at least `part` of the best one's probability. The furthest is found by halving, with an exact exponential.
+// Keeps tokens with at least `part` of the best one's probability. The cutoff is found by bisection, with an exact exponential.
 Cut cut_least(double part) {
     int64_t floor = int64_t(part * 0x1p40);
     uint32_t within = 0, beyond = INFINITE + 1;
@@ -210,9 +211,9 @@ void drop_beyond(Row &row, Cut cut) {
     }
 }
 
-// --- drawing and ranking -----------------------------------------------------------------------------------------------
+// --- sampling and ranking ----------------------------------------------------------------------------------------------
 
-// The highest of noise - distance, the lower id of equals. It starts from the best token, which is hard to beat.
+// The highest noise - distance, the lower id in a tie. It starts from the best token, which is hard to beat.
 template <Philox PHILOX> int64_t race(const Row &row, const int64_t *noise, int64_t position) {
     int64_t winner = 0;
     float score = -INFINITY, bound[ROW_BLOCK];
@@ -260,7 +261,7 @@ void rank_generic(const Ranking &ranking, int64_t index, uint32_t *memory) {
     ranking.totals[index] = total_mass(row);
     if (ranking.count == 0) return;
     Cut cut = cut_count(row, ranking.count);
-    int64_t *keys = ranking.near_ids + index * ranking.count, *end = keys;  // bits above, the id below: no two are equal
+    int64_t *keys = ranking.near_ids + index * ranking.count, *end = keys;  // bits above, the id below: all are different
     row.each_block(cut.bits, [&](int64_t begin) {
         for (int64_t i = begin; i < begin + ROW_BLOCK; i++)
             if (row.bits[i] < cut.bits || (row.bits[i] == cut.bits && cut.equals-- > 0)) *end++ = int64_t(row.bits[i]) << 32 | i;

@@ -1,4 +1,4 @@
-// Philox for AVX-512: 8 counters in lanes of 64 bits, the width of a product. What lies above the low half of a lane is dirt:
+// Philox for AVX-512: 8 counters in 64-bit lanes, the width of a product. The upper half of a lane may contain garbage:
 // products read low halves only.
 #pragma once
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-// Numbers one at a time: float16 and bfloat16, and an exp, all of which compilers can vectorise. Included by every level, so all of it
-// is static: code compiled for one level must never serve another.
+// Scalar functions: float16 and bfloat16 conversions, and an exp, all of which compilers can vectorise. Every level includes this file,
+// so all of it is static: code compiled for one level must never be used by another.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -26,7 +26,7 @@ static inline uint16_t float_to_bf16(float value) {  // to nearest, ties to even
 
 static inline float f16_to_float(uint16_t half) {
     uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
-    // As a float with the exponent in the wrong place; one product moves it, and makes subnormals right too.
+    // A float with the exponent in the wrong position; one product corrects it, also for subnormals.
     uint32_t finite = float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f), other = 0x7f800000 | (magnitude & 0x3ff) << 13;
     return bits_to_float(sign | (magnitude < 0x7c00 ? finite : other));
 }
@@ -35,7 +35,7 @@ const float LARGEST_F16 = 65504;
 
 static inline uint16_t float_to_f16(float value) {  // to nearest, ties to even; for numbers up to LARGEST_F16, and NaN
     uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    // Below 2^-14 float16 has a fixed step of 2^-24: a sum with 1/2, whose own step that is, rounds to it.
+    // Below 2^-14 float16 has a fixed step of 2^-24: adding 1/2, whose float step is the same, rounds to it.
     uint32_t small = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000;
     uint32_t large = (magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13;
     return uint16_t(sign | (magnitude > 0x7f800000 ? 0x7e00 : magnitude < 0x38800000 ? small : large));

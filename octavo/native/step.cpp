@@ -1,15 +1,15 @@
-// One step of a decoder: every thread walks through all layers, with a barrier wherever it needs what the others made.
+// One step of a decoder: every thread walks through all layers, with a barrier wherever it needs results of the others.
 //
 //     embed -> [ norm -> qkv -> write k, v -> attend -> output -> norm -> gate, up -> down ] x layers -> norm -> logits -> argmax
 //
-// A layer may have a norm behind a sub-layer too, or there alone, and a mixture of experts in place of gate, up and down.
+// A layer may have a norm after a sub-layer, too, or only there, and an MoE in place of gate, up and down.
 //
-// Work is dealt out in pieces that threads take as they get done: tokens, panels of weights, tasks of attention. A core that
-// is slower than the others, or busy with something else, takes fewer. Who computes a piece makes no difference to it.
+// Work is divided into pieces that threads take dynamically: tokens, panels of weights, attention tasks. A core that
+// is slower than the others, or busy, takes fewer. The result of a piece does not depend on the thread that computes it.
 //
-// Where the model is shared by ranks, each does so with its own part of the weights. They meet after `output` and after `down`, to sum
-// what each has of them, and after the embedding if each has rows of its own. A stage of a pipeline begins with the stream of the stage
-// before it, or ends with the stream that the next one begins with.
+// If ranks share the model, each does so with its own part of the weights. They communicate after `output` and after `down`, to sum
+// their partial results, and after the embedding if each has only some rows. A stage of a pipeline starts with the stream of the
+// previous stage, or ends with the stream for the next one.
 #include <cstring>
 #include <vector>
 
@@ -19,11 +19,11 @@
 
 namespace octavo {
 
-static RowBuffer normed_, made_;  // what norms give; what attention and gates give
+static RowBuffer normed_, made_;  // results of norms; results of attention and gates
 static Buffer stream_, qkv_, attended_, gated_, added_;
 static std::vector<Buffer> scratch_;
 
-// What a thread has for itself in a step of few tokens: the stream, a row of what is added to it, and rows made ready.
+// Private buffers of a thread in a small batch: the stream, a row of a sub-layer's output, and prepared rows.
 struct Own {
     Buffer stream, row;
     RowBuffer normed, made;
@@ -61,7 +61,7 @@ void gate_up_all(const Matrix &matrix, int activation, const float *x, float *y,
 
 static int64_t vocab_rows(const Model &model) { return model.vocab_rows ? model.vocab_rows : model.vocab; }
 
-// A row that another rank has is zeros here.
+// A row that another rank has is zero here.
 static void embed(const Model &model, const Step &step, float *stream, int64_t token) {
     int64_t id = step.token_ids[token] - model.vocab_start, size = model.hidden;
     float *to = stream + token * size;
@@ -79,12 +79,12 @@ static void embed(const Model &model, const Step &step, float *stream, int64_t t
         for (int64_t i = 0; i < size; i++) to[i] *= model.embedding_scale;
 }
 
-// The other ranks, as a step meets them.
+// The communication with other ranks during a step.
 struct Peers {
     const Group *group;
     int code = 0;
 
-    // Sums an array over all ranks, in place. False, on every thread: they did not meet, and the step ends here.
+    // Sums an array over all ranks, in place. Returns false, on every thread, if that failed: the step ends here.
     bool sum(float *values, int64_t count, Worker &me) {
         if (!group) return true;
         if (me.thread == 0) code = octavo_reduce(group, values, count);
@@ -93,7 +93,7 @@ struct Peers {
     }
 };
 
-static const int64_t LOGITS = 1024;  // at least, of a piece
+static const int64_t LOGITS = 1024;  // minimum size of a piece
 
 static bool caps(const Model &model) { return model.logit_scale != 1 || model.logit_cap > 0; }
 
@@ -105,7 +105,7 @@ void cap_all(const Model &model, float *logits, int64_t count) {
     if (caps(model)) work([&](Worker &me) { cap_logits(model, logits, count, me); });
 }
 
-// Layers may differ: buffers are as large as any needs before threads start, they must not grow under a reader.
+// Layers may differ, so buffers get the largest size before threads start: they must not grow while they are in use.
 struct StepBuffers {
     float *stream, *added, *qkv, *attended, *gated;
 
@@ -128,19 +128,19 @@ struct StepBuffers {
     }
 };
 
-// The residual stream of a step, and what the last sub-layer adds to it.
+// The residual stream of a step, and the pending output of the last sub-layer.
 struct Stream {
     const Model &model;
     float *values, *added;          // [tokens][hidden]
-    bool news = false;              // whether there is something to add
-    const float *weight = nullptr;  // of the norm of what is added, or null
-    float scale = 1;                // of it
-    float *copy = nullptr;          // memory for a row of what is added, where other threads read it as well
+    bool news = false;              // whether an output is pending
+    const float *weight = nullptr;  // of the norm of that output, or null
+    float scale = 1;                // factor on that output
+    float *copy = nullptr;          // memory for a row of that output, if other threads read it, too
 
-    // What a sub-layer gave: from now on it is to be added.
+    // Sets the pending output of a sub-layer.
     void give(const float *after_norm, float residual_scale) { news = true, weight = after_norm, scale = residual_scale; }
 
-    // Adds a token's news. y: the sum, normed; or as it is, where there is no norm
+    // Adds the pending output of a token. y: the sum, normed; or unchanged, if there is no norm
     void norm(int64_t token, const float *norm_weight, float *y) const {
         float *row = news ? settled(added + token * model.hidden) : nullptr;
         kernels().add_rms_norm(values + token * model.hidden, row, norm_weight, model.eps, y, model.hidden);
@@ -157,8 +157,8 @@ private:
     }
 };
 
-// A thread's way through the layers of a step. What one thread would do for few tokens while the others wait, each does for itself: norms,
-// and rows that products read. The stream is then each thread's own, and the threads need not meet.
+// A thread's way through the layers of a step. In a small batch each thread computes norms and prepared rows for itself, instead of
+// waiting for one thread to do it. Each then has its own stream, and no synchronisation is needed.
 struct Walk {
     const Model &model;
     const Step &step;
@@ -178,7 +178,7 @@ struct Walk {
         });
     }
 
-    // The same for what every thread needs: of few tokens, each does all.
+    // For data that every thread needs: in a small batch each thread computes all of it.
     template <class Run> void all_tokens(Run run) {
         if (!few) return each_token(run);
         for (int64_t token = 0; token < tokens; token++) run(token);
@@ -197,7 +197,7 @@ struct Walk {
         return true;
     }
 
-    // False: ranks did not meet.
+    // Returns false if communication between ranks failed.
     bool through(int64_t index) {
         const Layer &layer = model.layers[index];
         multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), at.qkv, layer.qkv.n, me);
@@ -244,7 +244,7 @@ private:
         return rows;
     }
 
-    // Rows of what was made, as a product reads them. shared: those that it may have been written to
+    // Returns the rows in the format of a product. shared: the rows that `made` may have been written to directly
     Rows ready(const Matrix &matrix, const Target &made, const Rows &shared) {
         if (!few || made.halves) {
             prepare(matrix, made, shared, me);

@@ -1,4 +1,4 @@
-// How threads share the work of a step: memory for it, pieces that are dealt out, and products made of such pieces.
+// How threads share the work of a step: buffers, dynamic division into pieces, and products made of such pieces.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace octavo {
 
-// Memory that grows and is kept from step to step.
+// Memory that grows and is reused from step to step.
 class Buffer {
 public:
     template <class T> T *get(int64_t count) {
@@ -31,8 +31,8 @@ private:
     size_t bytes_ = 0;
 };
 
-// Rows prepared for a product. How they are multiplied depends on the tokens of their step: the vocabulary of a prompt's last
-// token is worth as much care as the prompt.
+// Rows prepared for a product. Their format depends on the number of tokens in their step: the logits of a prompt's last
+// token are computed with the same precision as the prompt.
 struct RowBuffer {
     Buffer values, scale, sum;
 
@@ -52,15 +52,15 @@ struct RowBuffer {
     }
 };
 
-// A thread on its way through a step. All threads go through the same phases; every phase ends when its work is done.
+// The progress of a thread through a step. All threads go through the same phases; a phase ends when its work is done.
 struct Worker {
     int thread;
     int64_t phase = 0;
 
-    // work(begin, end) for pieces of [0, count), in multiples of `unit`: large ones first, so that all get done at once.
+    // Calls work(begin, end) for pieces of [0, count), in multiples of `unit`: large ones first, so that all threads finish together.
     template <class Work> void deal(int64_t count, int64_t unit, Work work) {
         std::atomic<int64_t> &next = next_[phase % 3];
-        if (thread == 0) next_[(phase + 1) % 3].store(0, std::memory_order_relaxed);  // nobody has used it since the phase before last
+        if (thread == 0) next_[(phase + 1) % 3].store(0, std::memory_order_relaxed);  // unused since the phase before last
         for (int64_t begin = next.load(std::memory_order_relaxed); begin < count;) {
             int64_t size = std::max<int64_t>(1, (count - begin) / (2 * pool().threads() * unit)) * unit, end = std::min(count, begin + size);
             if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
@@ -81,16 +81,16 @@ private:
 
 void work(const std::function<void(Worker &)> &body);  // on every thread
 
-// Where results go that are rows of the next product: to the place it reads, if bfloat16 is all that makes them ready.
+// Where results go that are the input of the next product: directly into its rows, if they only need rounding to bfloat16.
 inline Target target_of(const Matrix &matrix, const Rows &rows, float *values) {
     bool straight = rows.form == Form::BF16 && !matrix.order && rows.stride == matrix.k;
     return {values, straight ? rows.halves : nullptr, matrix.k};
 }
 
-const int64_t TOKENS = 8;  // at least, of a piece
+const int64_t TOKENS = 8;  // minimum size of a piece
 const int64_t PANELS = 2;
 
-// Makes rows ready that are still floats.
+// Prepares rows that are still floats.
 inline void prepare(const Matrix &matrix, const Target &made, const Rows &rows, Worker &me) {
     if (made.halves) return;
     me.deal(rows.rows, TOKENS, [&](int64_t row, int64_t end) {

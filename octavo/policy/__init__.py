@@ -1,1 +1,1 @@
-"""The policy room: who holds which block and what each step does. No torch here."""
+"""Scheduling policy: which sequence holds which block, and what each step computes. Nothing here imports torch."""

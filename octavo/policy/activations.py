@@ -1,26 +1,26 @@
-"""What a step holds at once beside weights, cache and rows: counted from shapes, measured in `tests/engine/test_memory.py`.
+"""The peak memory of a step beyond weights, cache and rows: computed from shapes, measured in `tests/engine/test_memory.py`.
 
-    forward    the residual stream, and what is largest in a layer: its mixer (`attention/spec.py`) or its MLP;
-               masks last for the step, and so do the logits of the step before
-    a product  on ARM, where torch copies the matrix into another layout first
+    forward    the residual stream, and the largest part of a layer: its mixer (`attention/spec.py`) or its MLP;
+               masks live for the whole step, and so do the logits of the previous step
+    a product  on ARM, where torch first copies the matrix into another layout
     sampling   logits [rows, vocab] float32, and the sampler's copies of them
 
-Bytes are those of the plain torch kernels (`kernels/reference/`, `attention/cpu.py`, `worker/sampler.py`), each tensor
-counted from where it is made to where it is dropped.
+The counts are for the plain torch kernels (`kernels/reference/`, `attention/cpu.py`, `worker/sampler.py`). Each tensor is counted
+from its allocation to its release.
 """
 
 from octavo.policy.cache_spec import ITEM_BYTES
 from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, MLPShape, ModelDescription, StepLoad
 
 FLOAT32 = 4
-# Bytes for each (row, token of the vocabulary) at the widest point of a top-p draw: logits 4, distances 4, those of the rows
-# that filter 4, their masses 8, which of them count 1, the same as integers 8, the product 8. Logits of another type are held beside these.
+# Bytes per (row, vocabulary token) at the peak of a top-p draw: logits 4, distances 4, logits of the filtered rows 4, their
+# probabilities 8, the mask of counted tokens 1, the mask as integers 8, the product 8. Logits of another dtype are held in addition.
 SAMPLER_BYTES = 37
-CHOICE_BYTES = 20  # of an expert for a token: its number 8, its place in the order 8, its weight 4
+CHOICE_BYTES = 20  # per expert chosen for a token: its number 8, its position in the order 8, its weight 4
 
 
 def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad, arm: bool = False) -> int:
-    """Returns the bytes that a step holds at once. `dtype`: of the run; `cache_dtype`: of the cache"""
+    """Returns the peak bytes of a step. `dtype`: of the run; `cache_dtype`: of the cache"""
     logits = load.rows * model.vocab_size
     product = _product_bytes(model, ITEM_BYTES[dtype], load) if arm else 0
     sampler = SAMPLER_BYTES + (0 if dtype == "float32" else ITEM_BYTES[dtype])
@@ -28,7 +28,7 @@ def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: Step
 
 
 def _product_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """The stream, a copied matrix, what it is multiplied with, and the result; the logits of the head are counted by the caller."""
+    """The stream, a copy of the matrix, the input and the result of the product; the caller counts the logits of the head."""
 
     def numbers(matrix: Matrix) -> int:
         if matrix.vocabulary:
@@ -43,8 +43,8 @@ def _product_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad) -> int:
     item = ITEM_BYTES[dtype]
     stream = 4 * model.hidden_size * item  # input and sum, before and after the norm
-    windows = {layer.mixer.window for layer in model.kinds if "context_parallel" not in layer.mixer.features}  # that makes none
-    masks = {None if window is None or window >= load.context else window for window in windows}  # one for each, and they last
+    windows = {layer.mixer.window for layer in model.kinds if "context_parallel" not in layer.mixer.features}  # those build no mask
+    masks = {None if window is None or window >= load.context else window for window in windows}  # one each, for the whole step
     layers = max(_layer_bytes(layer, model.hidden_size, dtype, cache_dtype, load) for layer in model.kinds)
     return load.tokens * stream + len(masks) * load.tokens * load.context * item + layers
 
@@ -56,11 +56,11 @@ def _layer_bytes(layer: LayerShape, hidden: int, dtype: str, cache_dtype: str, l
 
 
 def _mlp_bytes(mlp: MLPShape, hidden: int, item: int, tokens: int) -> int:
-    """At the widest point: gate and up, silu, their product.
+    """At the peak: gate and up, silu, their product.
 
-    Experts are computed one after the other. The largest of them could be chosen by every token; beside it there are the rows it reads,
-    what the one before it gave, the sum of all in float32, logits, and the places and weights of all choices. The expert that all share
-    comes after them.
+    Experts are computed one after the other. In the worst case every token chooses the largest one. In addition there are the rows it
+    reads, the result of the previous expert, the float32 sum of all results, the logits, and the positions and weights of all choices.
+    The shared expert is computed after the others.
     """
     if mlp.experts is None:
         return tokens * 4 * mlp.inner * item
@@ -69,6 +69,6 @@ def _mlp_bytes(mlp: MLPShape, hidden: int, item: int, tokens: int) -> int:
 
 
 def _after_bytes(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:
-    """Of what a sub-layer adds, while it is normed or scaled: as it was, and in float32 on the way, and as it becomes."""
+    """Bytes while a sub-layer's result is normed or scaled: the input, the float32 intermediates and the output."""
     plain = layer.norms == "before" and layer.residual_scale == 1
     return 0 if plain else load.tokens * hidden * (2 * item + 2 * FLOAT32)

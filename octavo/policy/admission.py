@@ -1,8 +1,8 @@
-"""`Admission`: who of those that wait comes in. Match, count, allocate: in that order, all or nothing.
+"""`Admission`: decides which waiting requests are admitted. It matches, counts and allocates, in that order, all or nothing.
 
-A sequence is admitted with room for all of its present tokens, and only while enough stays free for those that run. A head that
-does not fit may be passed by others for some steps, then nobody passes. A sequence whose prefix somebody else is computing waits
-for it.
+A sequence is admitted only if all of its present tokens fit and enough blocks stay free for the running sequences. If the first
+waiting sequence does not fit, others may pass it for some steps; after that, none may. A sequence waits if another sequence is
+computing its prefix.
 """
 
 from bisect import insort
@@ -17,7 +17,7 @@ from octavo.policy.rows import Rows
 
 MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
-COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
+COMEBACK_TOKENS = 32  # free room required to readmit a sequence that was preempted k times: this times 2^k
 
 
 class Admission:
@@ -38,11 +38,11 @@ class Admission:
         self.pins = pins
         self.stats = stats
         self.clock = clock
-        self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests never admitted, by arrival
-        self.unforked: list[Sequence] = []  # running sequences that stand for several samples
+        self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests that were never admitted, by arrival
+        self.unforked: list[Sequence] = []  # running sequences that represent several samples until they are forked
 
     def admit(self, plan: StepPlan, budget: int, mask_turns: int) -> list[tuple[Sequence, int]]:
-        """Admits in policy order. Returns who came in, and how many tokens the plan computes for each."""
+        """Admits in policy order. Returns the admitted sequences, and how many tokens the plan computes for each."""
         admitted: list[tuple[Sequence, int]] = []
         head: Sequence | None = None
         passed = False
@@ -51,7 +51,7 @@ class Admission:
             seq = self.waiting[position]
             not_yet = seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held
             if not_yet or not seq.has_turn(plan.step, mask_turns):
-                position += 1  # its prefix is being computed, its last token on the way, its grammar not compiled, or others have masks
+                position += 1  # its prefix is being computed, a token is in flight, its grammar is not compiled, or it is not its turn
                 continue
             count = self._admit(seq, plan, budget)
             if count is not None:
@@ -72,7 +72,7 @@ class Admission:
         return admitted
 
     def _admit(self, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
-        """Returns the tokens planned for it now, or None if it has to wait."""
+        """Returns the tokens planned for it now, or None if it must wait."""
         kv = self.kv
         hit = kv.match(seq)
         seq.waits_for = hit.missed if hit.missed in kv.pending else None
@@ -94,7 +94,7 @@ class Admission:
         return count
 
     def margin(self, seq: Sequence) -> int:
-        """Blocks that must stay free beside it: one of each group per running sequence, and room to come back to stay."""
+        """Blocks that must stay free: one of each group per running sequence, and more for a sequence that was preempted before."""
         if not self.running:
             return 0
         margin = len(self.running) * len(self.kv.groups)
@@ -108,7 +108,7 @@ class Admission:
         life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
         if life.first_scheduled is None:
             life.first_scheduled = self.clock()
-            self.unscheduled.pop(seq.request.request_id, None)  # one that was begun elsewhere is not there: it never expires
+            self.unscheduled.pop(seq.request.request_id, None)  # absent if it began on another engine: such a request never expires
             life.hit_reason = hit.reason
             life.hit_group = None if hit.missed is None or len(self.kv.groups) == 1 else hit.missed[0]
             life.cached_tokens = hit.num_tokens

@@ -1,4 +1,4 @@
-"""Gives settings that were left open (`auto`) their values, once the device is known. No other place does.
+"""Resolves settings that were left at `auto`, once the device is known. No other module does this.
 
                               CPU      GPU
     max_num_seqs              256      512
@@ -7,7 +7,7 @@
     kv_cache_layout           nhd      nhd
     max_pinned_blocks         a quarter of the pool, once its size is known
 
-What was asked for stays, and what was not gives way to it: a step holds at least one token of every row.
+Explicit settings are kept, and defaults adapt to them: a step must hold at least one token of every row.
 """
 
 from dataclasses import asdict, replace
@@ -20,13 +20,13 @@ from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.native_size import native_refusal
 
-MAX_NUM_SEQS = {"cpu": 256, "cuda": 512}  # on a GPU weights are read once for all rows of a step: many make it worth while
+MAX_NUM_SEQS = {"cpu": 256, "cuda": 512}  # on a GPU one read of the weights serves all rows of a step, so many rows pay off
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 
 
 def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
-    """Returns settings with nothing left open. Refuses what this device cannot do."""
+    """Returns settings with every value resolved. Refuses what this device does not support."""
     _check(config, device)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
@@ -42,12 +42,12 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
 
 
 def most_pinned(config: EngineConfig, num_blocks: int) -> int:
-    """Returns the most blocks that may be pinned. `num_blocks`: of the pool, with the null block"""
+    """Returns how many blocks may be pinned. `num_blocks`: of the pool, including the null block"""
     return (num_blocks - 1) // 4 if config.max_pinned_blocks is None else config.max_pinned_blocks
 
 
 def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
-    """Turns off the programs that cannot run this model, and logs why. What remains is the eager one, which runs every model."""
+    """Turns off the optimised programs that cannot run this model, and logs why. The eager program remains; it runs every model."""
     ranks = config.decode_context_parallel_size
     if ranks > 1 and (why := model.several_tables()) is not None:
         raise ConfigError(f"decode_context_parallel_size is {ranks}, and ranks share one block table a sequence: {why}; set it to 1")
@@ -68,7 +68,7 @@ def _check(config: EngineConfig, device: str) -> None:
 
 
 def check_cache_dtype(config: EngineConfig, device: str, dtype: str) -> None:
-    """Refuses a cache dtype that this device cannot use. `dtype`: of the run, which the model may have decided"""
+    """Refuses a cache dtype that this device does not support. `dtype`: of the run, which may come from the model"""
     if device != "cpu" and config.kv_cache_dtype not in ("auto", dtype):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: on a GPU the KV cache has the dtype of the run; "

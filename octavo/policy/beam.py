@@ -1,12 +1,12 @@
-"""`BeamSearch`: which of all candidates go on as beams, which are answers, and when the search is over. It knows nothing of memory.
+"""`BeamSearch`: selects the next beams and the answers among all candidates, and decides when to stop. It does not manage memory.
 
-    beams        candidates, best first        kept as beams (width 2)     kept as answers
+    beams        candidates, best first        next beams (width 2)        new answers
     0  a b       0 c -1.2    1 d -1.5          0 c                         1 end, because it is among the best 2
     1  a x       1 end -1.4  0 e -1.9          1 d
 
-Scores are sums of log-probabilities. Answers are compared by their score over length ** length_penalty, where length counts generated
-tokens. All of it is as `transformers` does it: only the best `width` candidates of a step can become answers, the best `width` that
-have not ended go on, and the search ends when no beam can beat the worst answer any more, as far as `early_stopping` looks.
+A score is a sum of log-probabilities. Answers are compared by score / length ** length_penalty, where length counts generated tokens.
+The rules are those of `transformers`: only the best `width` candidates of a step can become answers, the best `width` unfinished ones
+become the next beams, and the search ends when no beam can beat the worst answer. `early_stopping` sets how that is estimated.
 """
 
 import math
@@ -17,7 +17,7 @@ from octavo.messages import Beams, FinishReason, TokenLogprobs
 
 
 class Step(NamedTuple):
-    """One token of a beam. Beams that have parted share the steps before."""
+    """One token of a beam. Beams with a common beginning share its steps."""
 
     token: int
     logprobs: TokenLogprobs
@@ -26,21 +26,21 @@ class Step(NamedTuple):
 
 class Candidate(NamedTuple):
     beam: int
-    rank: int  # among the best of its beam, from 0
+    rank: int  # its rank among the candidates of its beam, from 0
     token: int
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeamAnswer:
-    """A beam that has ended."""
+    """A finished beam."""
 
     score: float  # with the length penalty
     last: Step
     finish_reason: FinishReason
 
     def steps(self) -> list[Step]:
-        """Returns its tokens, the first one first."""
+        """Returns its tokens in order."""
         found: list[Step] = []
         step: Step | None = self.last
         while step is not None:
@@ -51,7 +51,7 @@ class BeamAnswer:
 
 class BeamSearch:
     def __init__(self, beams: Beams, end_ids: frozenset[int], most_tokens: int) -> None:
-        """`most_tokens`: that an answer may have."""
+        """`most_tokens`: the token limit of an answer."""
         self.width = beams.width
         self.length = 0  # generated tokens of every beam
         self.answers: list[BeamAnswer] = []  # the best ones so far, best first
@@ -62,9 +62,9 @@ class BeamSearch:
         self._last: list[Step | None] = [None]
 
     def choose(self, found: list[TokenLogprobs]) -> list[tuple[int, int]]:
-        """Takes in the best candidates of each beam. Returns the new beams as (old beam, token), best first; none if the search is over.
+        """Processes the best candidates of each beam. Returns the new beams as (old beam, token), best first; none if the search is over.
 
-        The answers then are in `answers`.
+        The answers are then in `answers`.
         """
         self.length += 1
         ranked = self._ranked(found)
@@ -77,7 +77,7 @@ class BeamSearch:
         return [] if self._is_over() else [(one.beam, one.token) for one in chosen]
 
     def _ranked(self, found: list[TokenLogprobs]) -> list[Candidate]:
-        """Returns the candidates of all beams, best first. Equal scores go to the better beam, then to the better token."""
+        """Returns the candidates of all beams, best first. Ties go to the better beam, then to the better token."""
         candidates = [
             Candidate(beam, rank, token, score + logprob)
             for beam, (score, best) in enumerate(zip(self._scores, found, strict=True))
@@ -103,7 +103,7 @@ class BeamSearch:
         return score / math.pow(length, self._beams.length_penalty)
 
     def _is_over(self) -> bool:
-        """Whether no beam can become one of the answers any more: `early_stopping` says how hopeful that look is."""
+        """Whether no beam can become an answer any more. `early_stopping` sets how optimistic the estimate is."""
         if len(self.answers) < self.width:
             return False
         if self._beams.early_stopping is True:
@@ -114,5 +114,5 @@ class BeamSearch:
 
 
 def num_candidates(width: int, num_end_ids: int) -> int:
-    """Returns how many of a beam's best tokens `choose` needs: `width` of them must not be ends."""
+    """Returns how many of a beam's best tokens `choose` needs, so that at least `width` of them are not end tokens."""
     return width + max(width, num_end_ids)

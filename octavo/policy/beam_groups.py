@@ -1,11 +1,12 @@
-"""`BeamGroups`: the sequences of requests that are answered by beam search. `policy/beam.py` chooses, here the sequences follow.
+"""`BeamGroups`: the sequences of requests that use beam search. `policy/beam.py` selects the beams, and this module moves sequences.
 
     prompt ─► one sequence ─► candidates ─► width sequences ─► candidates of each ─► a choice ─► ... ─► answers
                   ▲                              │ preempted: all of them at once
-                  └── the beginning they share ◄─┘ what follows it is kept here, and computed again for each
+                  ▲                              │ preempted: all of them at once
+                  └── their common prefix ◄──────┘ the tokens after it are stored here, and computed again for each beam
 
-Beams that go on in place keep their row and blocks. Others are forked, by reference, into the rows of beams that end. A beam that has
-sampled its candidates is not planned again before the choice, so a choice is made while nothing of its group is in flight.
+Beams that continue in place keep their row and blocks. Others are forked, by reference, into the rows of beams that ended. A beam that
+has sampled its candidates is not planned again before the choice, so when a choice is made nothing of its group is in flight.
 """
 
 from array import array
@@ -27,9 +28,9 @@ from octavo.policy.rows import Rows
 class BeamGroup:
     request: Request
     search: BeamSearch
-    sequences: list[Sequence]  # in the order of its beams; a single one before the first choice, and while it is parked
-    found: dict[Sequence, TokenLogprobs] = field(default_factory=dict)  # candidates that have come since the last choice
-    parked: list["array[int]"] = field(default_factory=list)  # the ids of every beam, while one sequence stands for all
+    sequences: list[Sequence]  # in the order of the beams; only one before the first choice, and while the group is parked
+    found: dict[Sequence, TokenLogprobs] = field(default_factory=dict)  # candidates received since the last choice
+    parked: list["array[int]"] = field(default_factory=list)  # the ids of every beam, while one sequence represents all
 
 
 class BeamGroups:
@@ -49,11 +50,11 @@ class BeamGroups:
         self._moves = moves
         self._new_sequence = new_sequence
         self._remove = remove
-        self._span = lcm(*kv.spans)  # a beginning of so many tokens ends with a block of every cache group
+        self._span = lcm(*kv.spans)  # a prefix of a multiple of this length ends at a block boundary of every cache group
         self._groups: dict[str, BeamGroup] = {}  # by request
 
     def check_size(self, num_prompt: int, limit: int, width: int, pinned: int) -> None:
-        """Refuses a group that could outgrow the cache: it would be preempted, and come back, for ever. `pinned`: blocks without use"""
+        """Refuses a group that could outgrow the cache: it would be preempted and restarted for ever. `pinned`: blocks it cannot use"""
         needed, most = self._blocks_for(num_prompt, limit, width), self._kv.pool.num_blocks - 1 - pinned
         if needed > most:
             beside = f" beside {pinned} pinned ones" if pinned else ""
@@ -68,12 +69,12 @@ class BeamGroups:
         return self._kv.blocks_for_beams(num_prompt // self._span * self._span, limit, width)
 
     def most_needed(self) -> int:
-        """Returns the blocks that the largest group here may grow to."""
+        """Returns how many blocks the largest group can grow to."""
         found = ((group.request.num_prompt, group.sequences[0].limit, group.request.num_samples) for group in self._groups.values())
         return max((self._blocks_for(*numbers) for numbers in found), default=0)
 
     def add(self, seq: Sequence) -> None:
-        """Begins a search with the sequence of a prompt."""
+        """Starts a search with the sequence of a prompt."""
         request, beams = seq.request, seq.request.beams
         assert beams is not None
         search = BeamSearch(beams, request.end_ids, seq.limit - request.num_prompt)
@@ -90,11 +91,11 @@ class BeamGroups:
     # --- a choice ----------------------------------------------------------------------------------------------------
 
     def hear(self, seq: Sequence, found: TokenLogprobs) -> None:
-        """Takes in the candidates after a beam. Its own last id is provisional until the choice."""
+        """Records the candidates that a beam sampled. The last id of the beam is provisional until the choice."""
         self._groups[seq.request.request_id].found[seq] = found
 
     def choose(self, request: Request) -> list[Delta]:
-        """Makes a choice, if all beams have their candidates. Returns the answers, if that was the last one."""
+        """Makes a choice if all beams have their candidates. Returns the answers if it was the last choice."""
         group = self._groups.get(request.request_id)
         if group is None or len(group.found) < len(group.sequences):
             return []
@@ -106,7 +107,7 @@ class BeamGroups:
         return []
 
     def _follow(self, group: BeamGroup, chosen: list[tuple[int, int]]) -> None:
-        """The sequences become the chosen beams. A beam's first heir goes on in its place, others are forks of it."""
+        """Turns the sequences into the chosen beams. The first successor of a beam continues in its place, the others are forks of it."""
         old = group.sequences
         self._share_rows(old[0])
         heirs = {parent for parent, _ in chosen}
@@ -126,7 +127,7 @@ class BeamGroups:
                 self._moves.replace_last(seq, token)
 
     def _share_rows(self, seq: Sequence) -> None:
-        """Rows that were kept for the other beams can be taken by them."""
+        """Makes the rows that were reserved for the other beams available to them."""
         self._rows.free.extend(seq.reserved)
         seq.reserved = []
         self._set_needs(seq, 1, 0)
@@ -140,7 +141,7 @@ class BeamGroups:
     # --- a preemption ------------------------------------------------------------------------------------------------
 
     def park(self, seq: Sequence) -> Sequence:
-        """All beams are preempted: the first stays for all of them, with the beginning they share. Returns it, to be preempted alone."""
+        """Preempts all beams: the first one represents all of them, cut to their common prefix. Returns it, and the caller preempts it."""
         group = self._groups[seq.request.request_id]
         self._moves.drop_in_flight(group.sequences[0])
         if len(group.sequences) == 1:
@@ -164,14 +165,14 @@ class BeamGroups:
         seq.token_ids, seq.num_tokens, seq.stop_at = token_ids, len(token_ids), stop_at
 
     def unpark(self, plan: StepPlan) -> None:
-        """Groups whose shared beginning is computed get their beams back."""
+        """Restores the beams of groups whose common prefix has been computed."""
         for group in self._groups.values():
             first = group.sequences[0]
             if group.parked and first.status is Status.RUNNING and first.num_computed == first.stop_at:
                 self._unpark(group, plan)
 
     def _unpark(self, group: BeamGroup, plan: StepPlan) -> None:
-        """Each beam is written into a row, as one that was found in the cache up to where they part."""
+        """Writes each beam into a row, as if it had been found in the cache up to the point where the beams differ."""
         first, parked = group.sequences[0], group.parked
         self._kv.seal(first)
         free = [index for index in range(len(parked)) if index != first.index]
@@ -180,7 +181,7 @@ class BeamGroups:
             beam.row, beam.status, beam.since = first.reserved.pop(), Status.RUNNING, plan.step
             beam.lost, beam.preemptions = first.lost, first.preemptions
             self._kv.fork(first, beam)
-            self._kv.forget_digests(beam, beam.num_planned // self._kv.block_size)  # the next id of the first may be another one
+            self._kv.forget_digests(beam, beam.num_planned // self._kv.block_size)  # the next id of the first beam may differ
             insort(self._running, beam, key=policy_key)
             group.sequences.append(beam)
         self._share_rows(first)
@@ -198,7 +199,7 @@ class BeamGroups:
         return [_delta(group.request, index, answer) for index, answer in enumerate(answers)]
 
     def end(self, request: Request, reason: FinishReason, error: str | None, code: str | None) -> list[Delta]:
-        """Ends a request early, with all that it has."""
+        """Ends a request early, with all its sequences."""
         self._leave(self._groups[request.request_id], reason)
         name, life = request.request_id, request.life
         return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in range(request.params.n)]
@@ -209,7 +210,7 @@ class BeamGroups:
         del self._groups[group.request.request_id]
 
     def check(self) -> None:
-        """Asserts what must hold between the groups and their sequences."""
+        """Asserts the invariants between the groups and their sequences."""
         for group in self._groups.values():
             length = group.request.num_prompt + group.search.length
             assert group.request.sequences and set(group.request.sequences) == set(group.sequences)
@@ -221,8 +222,8 @@ class BeamGroups:
 
 
 def _shared(beams: list["array[int]"]) -> int:
-    """Returns how many first ids are the same in all beams."""
-    shortest, longest = min(beams), max(beams)  # the first and the last in the order of ids
+    """Returns the length of the common prefix of all beams."""
+    shortest, longest = min(beams), max(beams)  # the first and the last in lexicographic order
     return next((at for at, (one, other) in enumerate(zip(shortest, longest)) if one != other), len(shortest))
 
 

@@ -1,12 +1,12 @@
-"""`BlockPool`: who holds which block, and which content can be found again.
+"""`BlockPool`: reference counts of all blocks, and the index of cached content.
 
-    null          block 0: padding reads and writes it, nobody owns it
-    free          ref 0, in `free`, next to be taken first:   [ unsealed .. | sealed, least recently used .. most ]
-    held          ref > 0: that many block tables and pins contain it
-    pinned        held, and sealed: some of its holders are pins. It stays when the cache is emptied
-    sealed        its content is final and `index` finds it by its key, held or free; taking it from `free` evicts it
+    null          block 0: padding reads and writes it, it has no owner
+    free          ref 0, in `free`; the first is taken next:   [ unsealed .. | sealed, least recently used .. most recently used ]
+    held          ref > 0: the number of block tables and pins that contain it
+    pinned        held and sealed: at least one holder is a pin. It stays when the cache is emptied
+    sealed        its content is final and `index` finds it by its key, whether held or free; taking it from `free` evicts it
 
-A key is a cache group and a digest. Everything is O(1) per block. The pool knows nothing of tokens or sequences.
+A key is a cache group and a digest. Every operation is O(1) per block. The pool knows nothing of tokens or sequences.
 """
 
 from collections import Counter, OrderedDict
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 NULL_BLOCK = 0
-EVICTED_RING = 8192  # keys remembered after eviction, to tell "evicted" from "never seen"
+EVICTED_RING = 8192  # keys remembered after eviction, to distinguish "evicted" from "never seen"
 
 BlockKey = tuple[int, bytes]  # cache group, digest of the tokens up to the block's end
 Event = Literal["take", "share", "release", "seal", "evict", "pin", "unpin"]
-OnEvent = Callable[[Event, int, BlockKey | None], None]  # what happened, the block, the key of a sealed one
+OnEvent = Callable[[Event, int, BlockKey | None], None]  # event, block, key of a sealed block
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class PoolCounts:
 
 
 def _ignore(event: Event, block: int, key: BlockKey | None) -> None:
-    """Nobody watches."""
+    """No observer is registered."""
 
 
 class BlockPool:
@@ -43,9 +43,9 @@ class BlockPool:
         self.index: dict[BlockKey, int] = {}  # key -> block
         self.key_of: list[BlockKey | None] = [None] * num_blocks
         self.evicted: OrderedDict[BlockKey, None] = OrderedDict()
-        self.pinned: Counter[int] = Counter()  # block -> how many of its holders are pins
+        self.pinned: Counter[int] = Counter()  # block -> number of holders that are pins
         self.counts = PoolCounts()
-        self.on_event = on_event or _ignore  # whoever watches for a while puts its own here, and this one back
+        self.on_event = on_event or _ignore  # a temporary observer sets its own callback here and restores the previous one
 
     @property
     def num_free(self) -> int:
@@ -55,7 +55,7 @@ class BlockPool:
         return self.index.get(key)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks at ref 1, contents undefined; evicts what they held. The caller has made sure there are enough."""
+        """Takes `count` blocks with ref 1 and undefined contents; evicts what was cached in them. The caller ensures there are enough."""
         free = self.free
         assert count <= len(free), f"{count} blocks wanted, {len(free)} free"
         blocks = []
@@ -70,7 +70,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for each."""
+        """Adds one holder to each block."""
         for block in blocks:
             if self.ref[block] == 0:
                 del self.free[block]
@@ -79,7 +79,7 @@ class BlockPool:
         self.counts.shared += len(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each, given in table order. Tails are freed first, so that prefixes live longest."""
+        """Removes one holder from each block, given in table order. Tails are freed first, so that prefixes stay cached longest."""
         for block in reversed(list(blocks)):
             self.ref[block] -= 1
             assert self.ref[block] >= 0, f"block {block} released once too often"
@@ -90,7 +90,7 @@ class BlockPool:
                     self.free.move_to_end(block, last=False)
 
     def seal(self, block: int, key: BlockKey) -> None:
-        """The block's content is final and may be found. Content already cached elsewhere stays a private duplicate."""
+        """Marks the block's content as final and indexes it. If the key is already cached, the block stays a private duplicate."""
         assert self.ref[block] > 0, f"block {block} sealed while free"
         if key in self.index:
             return
@@ -104,7 +104,7 @@ class BlockPool:
         return self.ref[block] == 1 and self.key_of[block] is None
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """A pin becomes one more holder of each. They are sealed, and can be found until the last pin leaves them."""
+        """Adds a pin as a holder of each block. The blocks are sealed, and stay in the index until their last pin is removed."""
         assert all(self.key_of[block] is not None for block in blocks), "a pin of a block that cannot be found"
         self.share(blocks)
         self.pinned.update(blocks)
@@ -112,7 +112,7 @@ class BlockPool:
             self.on_event("pin", block, None)
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """A pin leaves them. What others hold stays held, the rest is cached."""
+        """Removes a pin from the blocks. Blocks with other holders stay held, the rest become free but cached."""
         for block in blocks:
             self.pinned[block] -= 1
             if self.pinned[block] == 0:
@@ -121,7 +121,7 @@ class BlockPool:
         self.release(blocks)
 
     def forget(self) -> None:
-        """Empty the cache: nothing is found any more but what is pinned. Holders keep their blocks."""
+        """Empties the cache: only pinned blocks stay in the index. Holders keep their blocks."""
         for block in list(self.index.values()):
             if block not in self.pinned:
                 self._evict(block)
@@ -139,7 +139,7 @@ class BlockPool:
         self.on_event("evict", block, key)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one state and that index and keys agree."""
+        """Asserts that every block is in exactly one state and that index and keys agree."""
         assert self.ref[NULL_BLOCK] == 0 and NULL_BLOCK not in self.free and self.key_of[NULL_BLOCK] is None
         held = sum(count > 0 for count in self.ref)
         assert len(self.free) + held + 1 == self.num_blocks

@@ -1,13 +1,13 @@
-"""How many tokens a plan may have, and how many of them running prefills."""
+"""The token budget of a plan, and the part of it for running prefills."""
 
 from octavo.messages import Limits
 from octavo.policy.request import Sequence
 
 
 def share_of_plan(limits: Limits, running: list[Sequence], row_tokens: int, stages: int, num_plans: int) -> tuple[int, int]:
-    """Returns the tokens of a plan, and the most sequences that it decodes: an equal part for each stage without work.
+    """Returns the token budget of a plan and how many sequences it may decode: an equal part for each stage that has no work.
 
-    `num_plans`: in flight, this one among them
+    `num_plans`: plans in flight, including this one
     """
     tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
     if stages == 1:
@@ -17,6 +17,6 @@ def share_of_plan(limits: Limits, running: list[Sequence], row_tokens: int, stag
 
 
 def budget_of_prefills(budget: int, running: list[Sequence], row_tokens: int) -> int:
-    """Returns what running prefills get while anything waits for a row that is free: half of what decode leaves."""
+    """Returns the tokens for running prefills while a request waits and a row is free: half of what decode leaves."""
     decoding = sum(lack for seq in running if (lack := seq.target - seq.num_planned) <= row_tokens)
     return (budget - decoding) // 2

@@ -1,10 +1,10 @@
-"""What one layer keeps per token, in words: the seam between a model and the KV store.
+"""What one layer stores per token: the interface between a model and the KV store.
 
     cache_specs(config, dtype) -> [LayerCacheSpec(layer=0, buffers={"k": Buffer((2, 64), "bfloat16"), "v": ...}), ...]
                                    of int8 with a scale for each head: "k_scale": Buffer((2,), "float32"), "v_scale": ...
 
-A buffer's shape is that of one token; the store lays tokens out as [num_blocks, block_size, *shape] and copies, sizes
-and fills buffers without knowing their names.
+A buffer's shape is that of one token. The store lays tokens out as [num_blocks, block_size, *shape] and copies, sizes
+and fills buffers without interpreting their names.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.policy.cache_group import FULL, CacheGroup
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-CLOSE = 1.25  # kinds whose numbers of layers differ by less get one group each: padding costs less than more tables would
+CLOSE = 1.25  # kinds of layers whose counts differ by a smaller factor get one group each: padding costs less than extra tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +41,45 @@ class LayerCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """What start-up found out: how large the pool is and how long a sequence may get."""
+    """The cache dimensions found at start-up: the size of the pool and the maximum length of a sequence."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
-    bytes_per_token: int  # of a block: its bytes are this times the tokens that are kept, whatever group has it
+    bytes_per_token: int  # a block has this many bytes for each token it stores, in every group
     groups: tuple[CacheGroup, ...] = (FULL,)
-    context_ranks: int = 1  # that share the tokens of a block equally
+    context_ranks: int = 1  # ranks that share the tokens of a block equally
 
     @property
     def kept_tokens(self) -> int:
-        """The tokens of a block that one rank keeps: all, unless ranks share a context."""
+        """The tokens of a block that one rank stores: all, unless ranks share a context."""
         return self.block_size // self.context_ranks
 
     def concurrency(self, step_tokens: int) -> float:
-        """Returns how many sequences of the greatest length the pool holds. `step_tokens`: the most that a plan computes"""
+        """Returns how many sequences of the maximum length fit into the pool. `step_tokens`: the most that a plan computes"""
         if self.groups[0].window is None and len(self.groups) == 1:
             return (self.num_blocks - 1) * self.block_size / self.max_model_len
         return (self.num_blocks - 1) / blocks_for(self.groups, self.block_size, self.max_model_len, step_tokens)
 
 
 def blocks_for(groups: Sequence[CacheGroup], block_size: int, num_tokens: int, step_tokens: int) -> int:
-    """Returns the most blocks that a sequence of this many tokens holds at once, in all groups."""
+    """Returns how many blocks a sequence of this many tokens can hold at once, in all groups."""
     return sum([group.blocks_for(num_tokens, group.links * block_size, step_tokens) for group in groups])
 
 
 def one_group(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
-    """Returns one full group of all layers: layers with a window read no further than it, and keep their blocks."""
+    """Returns one full group of all layers: layers with a window do not read beyond it, but keep their blocks."""
     return (CacheGroup(tuple(spec.layer for spec in specs)),)
 
 
 def token_bytes(specs: Sequence[LayerCacheSpec], groups: Sequence[CacheGroup]) -> int:
-    """Returns the bytes of a block for each of the `block_size` tokens of a link: those of the group that needs most."""
+    """Returns the bytes of a block for each of the `block_size` tokens of a link: those of the group that needs the most."""
     sizes = {spec.layer: spec.bytes_per_token for spec in specs}
     return max(group.links * sum(sizes[layer] for layer in group.layers) for group in groups)
 
 
 def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
-    """Returns groups whose blocks have equal bytes, the full ones first."""
+    """Returns groups whose blocks have equal bytes, full groups first."""
     kinds: dict[tuple[int | None, int], list[int]] = {}
     for spec in specs:
         kinds.setdefault((spec.window, spec.bytes_per_token), []).append(spec.layer)

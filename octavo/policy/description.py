@@ -1,10 +1,10 @@
-"""`ModelDescription`: what one model is made of, as numbers and names. A family makes it out of a config; torch is not needed.
+"""`ModelDescription`: the parts of a model, as numbers and names. A family builds it from a config, without torch.
 
-    matrices   the products of all layers and of the vocabulary, one by one, merged as the programs merge them
+    matrices   the matrices of all layers and of the vocabulary, one by one, merged as the programs merge them
     vectors    the norms
-    layers     what each layer is built from: its mixer, its MLP, its norms, and the order in which they are computed
+    layers     the parts of each layer: its mixer, its MLP, its norms, and the order in which they are computed
 
-Plans, loaders and programs read this and nothing else. A program looks at the layers to see whether it can run a model.
+Plans, loaders and programs read only this. A program checks the layers to decide whether it can run a model.
 """
 
 from collections.abc import Hashable
@@ -17,16 +17,16 @@ from octavo.policy.cache_spec import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    name: str  # what plans call it: qkv, output, gate_up, down, head; of a mixture: router, experts_gate_up, shared_down, ...
-    module: str  # where it lies in the model: layers.3.attention.qkv
+    name: str  # its name in plans: qkv, output, gate_up, down, head; in an MoE layer: router, experts_gate_up, shared_down, ...
+    module: str  # its path in the model: layers.3.attention.qkv
     parts: dict[str, int]  # weight in the checkpoint -> rows
     columns: int
     layer: int | None = None
     bias: bool = False
-    split: Literal["rows", "columns"] | None = None  # along which several ranks may share it; of merged parts, each by itself
-    gated: bool = False  # its two parts are a gate and what it multiplies
+    split: Literal["rows", "columns"] | None = None  # the dimension along which ranks may share it; merged parts are split one by one
+    gated: bool = False  # its two parts are a gate and the projection that the gate multiplies
     vocabulary: bool = False  # its rows are the tokens of the vocabulary
-    merged: tuple[int, ...] = ()  # rows of each part, where one weight of the checkpoint has all of them
+    merged: tuple[int, ...] = ()  # rows of each part, if one weight of the checkpoint contains all parts
 
     @property
     def rows(self) -> int:
@@ -34,7 +34,7 @@ class Matrix:
 
     @property
     def part_rows(self) -> tuple[int, ...]:
-        """The rows of each part, however the checkpoint has them."""
+        """The rows of each part, whether or not the checkpoint merges them."""
         return self.merged or tuple(self.parts.values())
 
     @property
@@ -49,7 +49,7 @@ class Vector:
     size: int
     layer: int | None = None
     bias: bool = False
-    wide: bool = False  # kept in float32, whatever the dtype of the run
+    wide: bool = False  # stored in float32, whatever the dtype of the run
 
     @property
     def numbers(self) -> int:
@@ -58,7 +58,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The fullest step that a configuration allows."""
+    """The largest step that a configuration allows."""
 
     tokens: int  # computed in the step
     rows: int  # sampled
@@ -67,74 +67,74 @@ class StepLoad:
 
 
 class MixerSpec(Protocol):
-    """What plans and programs ask of a mixer, the part of a layer in which tokens look at each other."""
+    """The interface of a mixer, the part of a layer in which tokens read each other, as plans and programs use it."""
 
     @property
     def kind(self) -> str:
-        """For programs that know certain mixers only: "attention"."""
+        """For programs that support only some mixers: "attention"."""
 
     @property
     def window(self) -> int | None:
-        """How many tokens a token sees, itself included; None: all before it."""
+        """How many tokens a token sees, including itself; None: all before it."""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What it asks for beyond the plain mixer of its kind, such as "window". A program may lack it."""
+        """Features that it needs beyond the plain mixer of its kind, such as "window". A program may lack them."""
 
     @property
     def position_table(self) -> tuple[Hashable, int] | None:
-        """The key of the table that it looks positions up in, and the numbers for each position. Equal keys share one table."""
+        """The key of the table in which it looks up positions, and the table's numbers per position. Equal keys share a table."""
 
     @property
     def gpu_token_numbers(self) -> int:
-        """Numbers of a token at the widest point on a GPU."""
+        """Numbers per token at the peak on a GPU."""
 
     def buffers(self, dtype: str) -> dict[str, Buffer]:
-        """What a layer keeps of each token, in a cache of this dtype."""
+        """The buffers that a layer stores per token, in a cache of this dtype."""
 
     def step_bytes(self, load: StepLoad, dtype: str, cache_dtype: str) -> int:
-        """The most that the plain torch kernels hold at once in a layer."""
+        """The peak bytes of the plain torch kernels in a layer."""
 
     def gpu_step_bytes(self, rows: int) -> int:
-        """What the kernels of a GPU hold in a layer, beside the numbers of each token."""
+        """The bytes of the GPU kernels in a layer, in addition to the numbers of each token."""
 
 
-EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are those of all experts, one after the other
-Activation = Literal["swiglu", "geglu", "clamped"]  # silu(gate) * up, gelu(gate) * up by tanh, or as gpt-oss has it: both clamped
+EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are the matrices of all experts in sequence
+Activation = Literal["swiglu", "geglu", "clamped"]  # silu(gate) * up, tanh-gelu(gate) * up, or as in gpt-oss: both clamped
 Scores = Literal["all", "chosen"]  # softmax over the logits of all experts, or over those of the chosen ones
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture: a router picks some of many MLPs for each token, and weighs what they give."""
+    """An MoE layer: a router selects some of many MLPs for each token, and weights their results."""
 
     count: int
-    chosen: int  # for each token
+    chosen: int  # per token
     scores: Scores = "all"
-    normed: bool = True  # weights of the chosen ones are made to sum up to 1; of "chosen" scores they do so anyway
-    shared_inner: int = 0  # of one more MLP that every token goes through, with a gate of its own; 0: there is none
-    ranks: int = 1  # that deal the experts out: each has whole ones, and the same number
+    normed: bool = True  # the weights of the chosen experts are normalised to a sum of 1; with "chosen" scores they always are
+    shared_inner: int = 0  # width of one more MLP that every token passes through, with its own gate; 0: there is none
+    ranks: int = 1  # ranks that share the experts: each has the same number of whole ones
 
     @property
     def held(self) -> int:
-        """By each rank."""
+        """The number of experts on each rank."""
         return self.count // self.ranks
 
 
 @dataclass(frozen=True, slots=True)
 class MLPShape:
-    inner: int  # of one expert, if it is a mixture
+    inner: int  # width of one expert in an MoE layer
     activation: Activation = "swiglu"
     experts: Experts | None = None
 
     @property
     def gpu_token_numbers(self) -> int:
-        """Gate and up, their product. Torch makes a GELU, and holds it beside them."""
+        """Gate and up, and their product. For GELU, torch allocates the result in addition to them."""
         return (3 if self.activation == "swiglu" else 4) * self.width
 
     @property
     def width(self) -> int:
-        """Of all that a token goes through."""
+        """The total inner width that a token passes through."""
         return self.inner if self.experts is None else self.inner * self.experts.chosen + self.experts.shared_inner
 
 
@@ -149,12 +149,12 @@ class LayerShape:
     mixer: MixerSpec
     mlp: MLPShape
     norm: NormShape
-    parallel: bool = False  # mixer and MLP read the same input; else a norm and the mixer, then a norm and the MLP
-    norms: Literal["before", "after", "both"] = "before"  # where they stand: before a sub-layer, after it (what it adds is normed), or both
-    residual_scale: float = 1.0  # of what a sub-layer adds to the stream
+    parallel: bool = False  # mixer and MLP read the same input; otherwise a norm and the mixer, then a norm and the MLP
+    norms: Literal["before", "after", "both"] = "before"  # position: before a sub-layer, after it (its output is normed), or both
+    residual_scale: float = 1.0  # factor on the output of a sub-layer before it is added to the residual stream
 
     def unlike_the_plain_one(self) -> str | None:
-        """Returns what differs from an RMS norm, attention, an RMS norm and a SwiGLU MLP, or None."""
+        """Returns how it differs from an RMS norm, attention, an RMS norm and a SwiGLU MLP, or None."""
         different = {
             f"has a mixer of kind {self.mixer.kind}": self.mixer.kind != "attention",
             "computes its mixer and its MLP in parallel": self.parallel,
@@ -173,16 +173,16 @@ class ModelDescription:
     vocab_size: int
     hidden_size: int
     max_position: int
-    norm: NormShape  # the last one
+    norm: NormShape  # the final one
     layers: tuple[LayerShape, ...]
     matrices: tuple[Matrix, ...]  # in the order in which they are loaded
     vectors: tuple[Vector, ...]
-    lookup: Matrix | None = None  # the embedding, where it is not the matrix of the head too
-    gives_back: bool = False  # layers with a window are cache groups of their own, which give back the blocks behind it
-    embedding_scale: float = 1.0  # of the rows of the embedding, when they become the stream
+    lookup: Matrix | None = None  # the embedding, if it is not tied to the head
+    gives_back: bool = False  # layers with a window form cache groups of their own, which free the blocks behind it
+    embedding_scale: float = 1.0  # factor on the embedding rows when they enter the residual stream
     logit_scale: float = 1.0
-    logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after they are scaled
-    captured: bool = False  # a step can be captured as a CUDA graph: it never waits for the device, and its shapes follow from the batch's
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after scaling
+    captured: bool = False  # steps can be captured as CUDA graphs: they never wait for the device, and shapes follow from the batch's
 
     @cached_property
     def kinds(self) -> dict[LayerShape, int]:
@@ -196,7 +196,7 @@ class ModelDescription:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those that one token is computed with: of experts, as many as are chosen."""
+        """The parameters that one token is computed with: only the chosen experts count."""
         idle = 0
         for matrix in self.matrices:
             experts = None if matrix.layer is None else self.layers[matrix.layer].mlp.experts
@@ -211,17 +211,17 @@ class ModelDescription:
 
     @cached_property
     def wide_numbers(self) -> int:
-        """Those of the vectors that are kept in float32."""
+        """The numbers of the vectors stored in float32."""
         return sum(vector.numbers for vector in self.vectors if vector.wide)
 
     @cached_property
     def position_numbers(self) -> int:
-        """Numbers for each position in the tables that mixers look up."""
+        """Numbers per position in the tables that mixers look up."""
         tables = {layer.mixer.position_table for layer in self.kinds}
         return sum(table[1] for table in tables if table is not None)
 
     def unlike_the_plain_layer(self) -> str | None:
-        """Fused kernels know one layer: RMS norm, attention, RMS norm, SwiGLU MLP. Returns what differs from it, or None."""
+        """Fused kernels support one layer: RMS norm, attention, RMS norm, SwiGLU MLP. Returns the first difference from it, or None."""
         for layer, index in self.kinds.items():
             if (difference := layer.unlike_the_plain_one()) is not None:
                 return f"layer {index} {difference}"
@@ -236,7 +236,7 @@ class ModelDescription:
         return next((difference for difference, there in different.items() if there), None)
 
     def several_tables(self) -> str | None:
-        """Some programs read one block table a sequence. Returns why this model may have several, or None."""
+        """Some programs read one block table per sequence. Returns why this model may have several, or None."""
         windows = (index for index, layer in enumerate(self.layers) if layer.mixer.window is not None)
         first = next(windows, None) if self.gives_back else None
         return None if first is None else f"layer {first} gives back the blocks behind its window, so that it has a block table of its own"

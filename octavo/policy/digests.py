@@ -1,28 +1,28 @@
-"""`Digests`: the chain of keyed hashes by which blocks are found again.
+"""`Digests`: the chain of keyed hashes that identifies cached blocks.
 
-    root      H(identity, salt)              no lookup crosses identities or salts
+    root      H(identity, salt)              lookups never match across identities or salts
     d0        H(root, tokens of block 0)
     d1        H(d0, tokens of block 1)       equal digests mean equal prefixes
 
-An engine names its blocks with it. A door that has the same key and identity computes the same digests for a prompt, so it can tell
-which engine has the prompt's prefix.
+An engine identifies its blocks by these digests. A frontend with the same key and identity computes the same digests for a prompt, so
+it can tell which engine has the prompt's prefix cached.
 """
 
 from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
 
-SHORT = 8  # bytes of a digest that a door keeps: two of a million blocks are alike once in 40 million times
+SHORT = 8  # bytes of a digest that a frontend stores: among a million blocks, a collision occurs once in 40 million times
 
 
 class Digests:
     def __init__(self, key: bytes, identity: bytes) -> None:
-        """`identity`: whatever must be equal for two caches to hold equal bytes."""
-        self._hash = blake2b(key=key, digest_size=32)  # keyed once, copied for every digest
+        """`identity`: everything that must be equal for two caches to hold equal bytes."""
+        self._hash = blake2b(key=key, digest_size=32)  # keyed once, then copied for every digest
         self.key, self.identity = key, identity
 
     def root(self, salt: str) -> bytes:
-        """Start of a digest chain; no lookup crosses identities or salts."""
+        """Start of a digest chain; lookups never match across identities or salts."""
         state = self._hash.copy()
         state.update(self.identity + b"\0" + salt.encode())
         return state.digest()
@@ -30,7 +30,7 @@ class Digests:
     def extend(
         self, digests: list[bytes], root: bytes, token_ids: "array[int]", block_size: int, count: int, extras: Mapping[int, bytes]
     ) -> None:
-        """Appends to the digests of a sequence until there are `count`. `extras`: what one of them covers beside its tokens."""
+        """Appends digests to the list until there are `count`. `extras`: additional bytes that a digest covers besides its tokens."""
         parent = digests[-1] if digests else root
         for start in range(len(digests) * block_size, count * block_size, block_size):
             state = self._hash.copy()

@@ -1,4 +1,4 @@
-"""Refuses requests that can never be served. The error has the number, and names the setting that helps."""
+"""Refuses requests that can never be served. The error has the numbers, and names the setting that helps."""
 
 import re
 from collections.abc import Collection
@@ -8,7 +8,7 @@ from octavo.messages import AddRequest, Beams, Limits
 
 
 def length_limit(message: AddRequest, limits: Limits) -> int:
-    """Returns the most tokens that a sample may have, prompt and output."""
+    """Returns the maximum length of a sample, prompt and output together."""
     wanted, longest = message.params.max_tokens, limits.max_model_len
     return longest if wanted is None else min(longest, len(message.prompt_token_ids) + wanted)
 
@@ -40,7 +40,7 @@ def _check_beams(beams: Beams, n: int, limits: Limits) -> None:
 
 
 def _check_ids(name: str, ids: Collection[int], limits: Limits) -> None:
-    if not ids or (min(ids) >= 0 and max(ids) < limits.vocab_size):  # several times as quick as to look at each
+    if not ids or (min(ids) >= 0 and max(ids) < limits.vocab_size):  # much faster than checking each id
         return
     bad = next(token for token in ids if not 0 <= token < limits.vocab_size)
     raise RequestError(f"token id {bad} in {name} is out of vocabulary, which has {limits.vocab_size} ids", name)

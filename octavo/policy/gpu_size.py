@@ -1,12 +1,12 @@
-"""What the engine holds on a GPU beside the KV pool, counted from shapes as `native_size.py` does for the CPU.
+"""The GPU memory that the engine needs besides the KV pool, computed from shapes as `native_size.py` does for the CPU.
 
-    weights    codes stay codes, in words of 16 bits whose spans of 32 columns stand side by side; 8-bit floats stay such, with
-               scales in float32; floats in the dtype of the run
-    a step     the logits of all rows; the residual stream and what is largest in a layer, or what draws
-    graphs     what captured steps keep for themselves: measured on an H200, and counted so
-    rows       a line of words for each (`kernels/row_words.py`), the step's own tensors, the rotation tables
+    weights    quantised weights stay quantised, in 16-bit words, with spans of 32 columns interleaved; 8-bit floats stay 8-bit floats,
+               with scales in float32; floats have the dtype of the run
+    a step     the logits of all rows; the residual stream and the largest part of a layer, or the sampler's tensors
+    graphs     the memory that captured steps hold: measured on an H200
+    rows       an array of words for each (`kernels/row_words.py`), the tensors of the step, the rotation tables
 
-Nothing depends on the length of a context: attention gathers no keys, and masks nothing but in its tiles.
+Nothing depends on the context length: attention gathers no keys, and builds masks only inside its tiles.
 """
 
 from collections.abc import Mapping
@@ -17,26 +17,26 @@ from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrice
 
 MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
-LIBRARIES = 160 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken while the engine starts
-FLASHINFER = 144 * MIB  # its workspaces, of a step with two kinds of layers
+LIBRARIES = 160 * MIB  # compiled kernels, and the workspaces of cuBLAS: allocated while the engine starts
+FLASHINFER = 144 * MIB  # its workspaces, for a step with two kinds of layers
 WORD = 4  # bytes
-CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
-SLAB = 2**24  # weights made out of codes at once, for steps of many tokens
+CODE_WORD, SPAN = 16, 32  # bits, and columns that are interleaved in the words of a matrix
+SLAB = 2**24  # weights that are dequantised at once, for steps of many tokens
 ROW_HEAD = 16  # words before the block table
-ENTRY_WORDS = 146  # of a step, for each row it may have: 16, and 130 for who reads keys together
-TOKEN_WORDS = 6  # and for each token: id, position, slot
-ADJUSTED_LOGITS = 2**24  # at once, under penalties
-ADJUSTED = 2 * FLOAT32  # bytes for each: the score, and what the row has of the token
-LAUNCHED = 10**13  # parameters * tokens: a larger step computes for longer than it takes to launch, kernel by kernel (30 ms on an H200)
+ENTRY_WORDS = 146  # of a step, for each possible row: 16, and 130 for shared-prefix groups
+TOKEN_WORDS = 6  # for each token: id, position, slot
+ADJUSTED_LOGITS = 2**24  # at once, when penalties apply
+ADJUSTED = 2 * FLOAT32  # bytes for each: the score, and the count of the token in the row
+LAUNCHED = 10**13  # parameters * tokens: a larger step takes longer to compute than to launch kernel by kernel (30 ms on an H200)
 MOST_CAPTURED = 8192  # tokens
-GRAPHS = 72  # as many as there are shapes, for 512 rows
+GRAPHS = 72  # the number of captured shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
-KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
-DECODED, MIXED, LARGE = 24, 9216, 12288  # tokens of all graphs: of those that decode for each row, of mixed ones to 2,048, and beyond
+KERNEL_BYTES = 16 * 2**10  # that a graph holds for each kernel
+DECODED, MIXED, LARGE = 24, 9216, 12288  # tokens of all graphs: decode graphs, per row; mixed ones up to 2,048; mixed ones beyond
 
 
 def gpu_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
-    """Returns how each matrix is kept. `item`: bytes of a float; `stored`: how each weight is stored, by its name"""
+    """Returns how each matrix is stored. `item`: bytes of a float; `stored`: the storage format of each weight, by name"""
     return kept_matrices(model, stored, lambda matrix, codes: _matrix_bytes(matrix, codes, item))
 
 
@@ -52,25 +52,25 @@ def gpu_slab_bytes(model: ModelDescription, item: int, stored: Mapping[str, Code
 
 
 def gpu_step_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """Returns the most bytes that a step holds: logits of all rows, and either layers or sampling. `item`: bytes of a float of the run"""
+    """Returns the peak bytes of a step: logits of all rows, and either layers or sampling. `item`: bytes of a float of the run"""
     logits, adjusted = load.rows * model.vocab_size, min(load.rows, max(ADJUSTED_LOGITS // model.vocab_size, 1)) * model.vocab_size
-    return logits * item + max(_layer_bytes(model, item, load), adjusted * ADJUSTED, logits * item)  # those that are filtered, side by side
+    return logits * item + max(_layer_bytes(model, item, load), adjusted * ADJUSTED, logits * item)  # filtered logits, a separate copy
 
 
 def graph_refusal(model: ModelDescription) -> str | None:
-    """Says why steps of this model cannot be captured as CUDA graphs, or returns None."""
+    """Returns why steps of this model cannot be captured as CUDA graphs, or None."""
     if any("context_parallel" in layer.mixer.features for layer in model.kinds):
         return "ranks that share a context meet in every layer"
     return None if model.captured else f"the {model.family} family does not say that its steps can be captured"
 
 
 def captured_tokens(model: ModelDescription) -> int:
-    """Returns the tokens of the largest step that is captured. To pad a larger step would take longer than to launch it."""
+    """Returns the tokens of the largest captured step. Padding a larger step would take longer than launching its kernels."""
     return min(LAUNCHED // model.num_parameters, MOST_CAPTURED)
 
 
 def gpu_graph_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """Returns the bytes of all graphs. They share the memory of the largest step; each keeps its kernels and its last hidden states."""
+    """Returns the bytes of all graphs. They share the memory of the largest step; each has its own kernels and last hidden states."""
     captured = captured_tokens(model)
     largest = StepLoad(min(load.tokens, max(captured, load.rows)), load.rows, load.context, load.gathered)
     hidden = load.rows * DECODED + MIXED + (LARGE if captured >= load.tokens else 0)
@@ -78,19 +78,19 @@ def gpu_graph_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 
 
 def gpu_row_bytes(model: ModelDescription, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
-    """Returns the bytes of the rows, of the largest step made out of them, and of the rotation tables. `tokens`: of a step"""
+    """Returns the bytes of the rows, of the largest step built from them, and of the rotation tables. `tokens`: of a step"""
     step = rows * (max_blocks + ENTRY_WORDS) + tokens * TOKEN_WORDS
     return (rows * (ROW_HEAD + max_blocks + max_len) + step) * WORD + max_len * model.position_numbers * FLOAT32
 
 
 def _layer_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """Returns the most bytes that a layer of any kind holds."""
+    """Returns the peak bytes of a layer of any kind."""
     return max(_of_layer(layer, model.hidden_size, item, load) for layer in model.kinds)
 
 
 def _of_layer(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:
     mixer, mlp = layer.mixer.gpu_token_numbers, layer.mlp.gpu_token_numbers
-    stream = 2 * hidden  # input and sum; both once more where a norm makes new ones
+    stream = 2 * hidden  # input and sum; twice that if a norm allocates new ones
     token = stream + max(mixer + mlp if layer.parallel else max(mixer, mlp), stream)
     return load.tokens * token * item + layer.mixer.gpu_step_bytes(load.rows)
 
@@ -103,7 +103,7 @@ def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
         scales = matrix.rows if codes.fp8_span == matrix.columns else matrix.numbers // codes.fp8_span**2
         return matrix.numbers + scales * FLOAT32 + bias
     block = CODE_WORD // codes.bits * min(codes.group, SPAN)
-    columns = -(-matrix.columns // block) * block  # filled up
+    columns = -(-matrix.columns // block) * block  # padded
     groups = -(-columns // codes.group)
     order = matrix.columns * 2 * WORD if codes.order else 0
     return matrix.rows * (columns * codes.bits // 8 + groups * SCALE_AND_OFFSET) + order + bias

@@ -17,7 +17,7 @@ def check(scheduler: Scheduler) -> None:
     holders = tables + scheduler.pins.num_holders
     assert all(pool.ref[block] == holders[block] for block in range(pool.num_blocks)), "refs, tables and pins disagree"
     assert sorted(seq.seq_id for seq in live) == sorted(seq.seq_id for seq in scheduler.waiting + scheduler.running)
-    queued = [request for request in scheduler.requests.values() if request.arrival >= 0]  # the others were begun elsewhere
+    queued = [request for request in scheduler.requests.values() if request.arrival >= 0]  # the others began on another engine
     never_admitted = [request.request_id for request in queued if request.life.first_scheduled is None]
     assert list(scheduler.admission.unscheduled) == never_admitted, "who waits for the first time is known by arrival"
     _check_rows(scheduler)

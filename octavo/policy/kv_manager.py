@@ -1,12 +1,12 @@
-"""`KVManager`: block tables over the pool: match a prefix, allocate, copy on write, seal, fork, give back, release.
+"""`KVManager`: block tables over the pool: match a prefix, allocate, copy on write, seal, fork, free.
 
     tokens      [ t0 .. t15 | t16 .. t31 | t32 .. t47 | t48 .. ]
     digests     [    d0     |     d1     |     d2     ]            d1 = H(d0, t16..t31): equal digests mean equal prefixes
     tables[0]   [    5      |     9      |     2      |   7    ]    a full group: block 5 holds positions 0..15
-    tables[1]   [    0      |     0      |     4      |   8    ]    a group with a window: what lies behind it was given back
+    tables[1]   [    0      |     0      |     4      |   8    ]    a group with a window: blocks behind it were freed
 
-A table only grows. An entry changes in two cases. If the block of the next position is shared or sealed, a fresh copy takes its
-place, in the plan that writes it first. If it lies behind the window, it becomes the null block.
+A table only grows. An index changes in two cases. If the block of the next position is shared or sealed, a fresh copy takes its
+place, in the plan that first writes to it. If it lies behind the window, it becomes the null block.
 """
 
 from bisect import bisect_right
@@ -25,14 +25,14 @@ UNBOUNDED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    tables: list[list[int]]  # one for each group; null behind a window
+    tables: list[list[int]]  # one per group; null behind a window
     num_tokens: int
-    reason: HitReason  # why it ends where it ends
-    missed: BlockKey | None = None  # the block that was not found, and its group
+    reason: HitReason  # why it ends where it does
+    missed: BlockKey | None = None  # the block that was not found
 
 
 def _ignore(seq: Sequence, group: int, first: int, end: int) -> None:
-    """Nobody asks later what a cached block holds."""
+    """No observer is registered."""
 
 
 class KVManager:
@@ -47,14 +47,14 @@ class KVManager:
         groups: tuple[CacheGroup, ...] = (FULL,),
         step_tokens: int = UNBOUNDED,
     ) -> None:
-        """`identity`: whatever must be equal for two caches to hold equal bytes. `step_tokens`: the most that a plan computes."""
+        """`identity`: everything that must be equal for two caches to hold equal bytes. `step_tokens`: the most that a plan computes."""
         self.pool = pool
         self.block_size = block_size  # tokens of a link
         self.caching = caching
         self.groups = groups
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
-        self.pending: dict[BlockKey, int] = {}  # block -> seq_id of who is computing it
-        self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, which entries of that table were offered
+        self.pending: dict[BlockKey, int] = {}  # block -> seq_id of the sequence that computes it
+        self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, range of table indices that were sealed
         self.digests = Digests(key, identity)
         self._force_miss = force_miss
         self._windows = [number for number, group in enumerate(groups) if group.window is not None]
@@ -66,14 +66,14 @@ class KVManager:
     # --- a prefix ----------------------------------------------------------------------------------------------------
 
     def match(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix that every group can start from, short of the last token: that one is always computed."""
+        """The longest cached prefix that all groups can use, excluding the last token: that one is always computed."""
         if not self.caching or not seq.reads_cache:
             return PrefixHit([[] for _ in self.groups], 0, "off")
         longest = cut = (seq.num_tokens - 1) // self.block_size  # in links
         self._extend_digests(seq, longest)
         missed: BlockKey | None = None
         number = content = 0
-        while content < len(self.groups):  # each group may lower it, until none does
+        while content < len(self.groups):  # each group may shorten it, until it is stable
             fit, miss = self._fit(number, seq, cut)
             content = content + 1 if fit == cut else 1
             if miss is not None and (missed is None or missed not in self.pending):
@@ -83,10 +83,10 @@ class KVManager:
         return PrefixHit([self._found(number, seq, cut) for number in range(len(self.groups))], cut * self.block_size, reason, missed)
 
     def _fit(self, number: int, seq: Sequence, cut: int) -> tuple[int, BlockKey | None]:
-        """Returns the longest prefix of at most `cut` links that this group can start from, and the block it lacks for more."""
+        """Returns the longest prefix of at most `cut` links that this group can use, and the block it lacks for more."""
         group, span = self.groups[number], self.spans[number]
         links, digests = group.links, seq.digests
-        end = cut // links  # entries of its table
+        end = cut // links  # length of its table
         if group.window is None:
             for index in range(end):
                 key = (number, digests[(index + 1) * links - 1])
@@ -103,7 +103,7 @@ class KVManager:
         return end * links, missed
 
     def _found(self, number: int, seq: Sequence, cut: int) -> list[int]:
-        """Returns the table of a hit of `cut` links: null blocks where the window does not reach."""
+        """Returns the table of a hit of `cut` links: null blocks before the window."""
         links, span = self.groups[number].links, self.spans[number]
         table = [NULL_BLOCK] * self.groups[number].first_seen(cut * self.block_size, span)
         for index in range(len(table), cut // links):
@@ -123,7 +123,7 @@ class KVManager:
     # --- blocks ------------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
-        """Free blocks it takes to hold the whole present sequence, hit blocks that are now free included."""
+        """Free blocks needed to hold the whole present sequence, including hit blocks that are now free."""
         ref, needed = self.pool.ref, 0
         for table, span, most_held in zip(hit.tables, self.spans, self._most_held):
             fresh = -(-seq.num_tokens // span) - len(table)
@@ -132,23 +132,23 @@ class KVManager:
         return needed
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The most blocks that this many tokens hold, in all groups."""
+        """How many blocks this many tokens can hold at once, in all groups."""
         return sum(min(-(-num_tokens // span), most_held) for span, most_held in zip(self.spans, self._most_held))
 
     def blocks_for_beams(self, shared: int, num_tokens: int, width: int) -> int:
-        """The most blocks that so many beams of this many tokens hold, which have the first `shared` ones in common.
+        """How many blocks a number of beams of this length can hold, which have their first `shared` tokens in common.
 
-        `shared` ends with a block of every group. A block more is counted for each window, which it has not given back yet.
+        `shared` ends at a block boundary of every group. One more block is counted for each window: it may not have been freed yet.
         """
         own = self.blocks_for(num_tokens - shared) + len(self._windows)
         return self.blocks_for(shared) + len(self.groups) + width * own
 
     def most_tokens(self) -> int:
-        """The most tokens of one sequence that fit into the whole pool."""
+        """The maximum length of one sequence in the whole pool."""
         return bisect_right(range(UNBOUNDED), self.pool.num_blocks - 1, key=self.blocks_for) - 1
 
     def admit(self, seq: Sequence, hit: PrefixHit) -> None:
-        """Start tables from a hit, and announce the blocks this sequence is going to fill."""
+        """Initialises tables from a hit, and announces the blocks this sequence is going to fill."""
         assert not any(seq.tables)
         for table in hit.tables:
             self.pool.share(_held(table))
@@ -163,9 +163,9 @@ class KVManager:
                         seq.pending.append((number, digest))
 
     def have_room(self, seqs: list[Sequence]) -> bool:
-        """Whether `allocate` can give each of these room for all its tokens, one after the other."""
+        """Whether `allocate` can give all of these sequences room for all their tokens, one after the other."""
         pool, needed = self.pool, 0
-        writers: Counter[int] = Counter()  # of blocks that are filled in part
+        writers: Counter[int] = Counter()  # writers per partially filled block
         for seq in seqs:
             start, end = seq.num_planned, seq.target
             for table, span in zip(seq.tables, self.spans):
@@ -178,7 +178,7 @@ class KVManager:
         return needed <= pool.num_free
 
     def allocate(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
-        """Room for the next `count` positions, with private copies of shared blocks; or False and nothing changed."""
+        """Allocates room for the next `count` positions and private copies of shared blocks. If there is not enough, changes nothing."""
         pool, start, last, needed = self.pool, seq.num_planned, seq.num_planned + count - 1, 0
         for table, span in zip(seq.tables, self.spans):
             needed += last // span + 1 - len(table)
@@ -206,7 +206,7 @@ class KVManager:
         return True
 
     def _copy(self, seq: Sequence, number: int, index: int, plan: StepPlan) -> None:
-        """A private copy takes the place of a block that is shared or sealed."""
+        """Replaces a shared or sealed block by a private copy."""
         table, (copy,) = seq.tables[number], self.pool.take(1)
         plan.copies.append((table[index], copy))
         plan.new_blocks.append((seq.row, number, index, copy))
@@ -214,9 +214,9 @@ class KVManager:
         table[index] = copy
 
     def _behind_windows(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Returns the (group, index) of blocks that nothing reads any more.
+        """Returns the (group, index) of blocks that are never read again.
 
-        A sequence may be truncated to any length from `num_computed` on, so what a window can see from there is kept.
+        A sequence may be truncated to any length from `num_computed` on, so blocks within the window from there are kept.
         """
         behind = []
         for number in self._windows:
@@ -228,15 +228,15 @@ class KVManager:
         return behind
 
     def _give_back(self, seq: Sequence, behind: list[tuple[int, int]], plan: StepPlan) -> None:
-        """The worker hears of it in the plan from which on nothing reads these blocks: the plan may hand them to others."""
-        self.seal(seq)  # while they are in the table
+        """Frees them, and tells the worker in the same plan, which is the first that no longer reads them and may reuse them."""
+        self.seal(seq)  # while they are still in the table
         for number, index in behind:
             self.pool.release((seq.tables[number][index],))
             seq.tables[number][index] = NULL_BLOCK
             plan.new_blocks.append((seq.row, number, index, NULL_BLOCK))
 
     def seal(self, seq: Sequence) -> None:
-        """Offer the blocks that `num_computed` has filled to the cache."""
+        """Seals the blocks that `num_computed` has filled, so that they enter the cache."""
         full, pool, pending = seq.num_computed // self.block_size, self.pool, self.pending
         if self.caching:
             self._extend_digests(seq, full)
@@ -252,7 +252,7 @@ class KVManager:
         seq.num_sealed = full
 
     def keys_of(self, digests: list[bytes]) -> list[BlockKey]:
-        """Returns the blocks that a hit of all these links needs, in every group. Their number ends with a block of each group."""
+        """Returns the blocks that a hit of all these links needs, in every group. The hit must end at a block boundary of each group."""
         end = len(digests) * self.block_size
         return [
             (number, digests[(index + 1) * group.links - 1])
@@ -261,9 +261,9 @@ class KVManager:
         ]
 
     def find_all(self, seq: Sequence) -> list[int]:
-        """Returns the blocks of `keys_of` for a prompt that is computed, which is all that it has in front of its last token.
+        """Returns the blocks of `keys_of` for a computed prompt: all of it before its last token.
 
-        A block that was found elsewhere when it was computed, or forgotten since, is sealed again.
+        A block is sealed again if its key is not in the index: it was a duplicate when it was computed, or the cache was emptied since.
         """
         blocks, end = [], seq.num_tokens - 1
         for number, (group, span) in enumerate(zip(self.groups, self.spans)):
@@ -278,9 +278,9 @@ class KVManager:
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares the blocks of its parent, but for what only the last token needs: it computes that one itself.
+        """Shares the parent's blocks with the child, except a block needed only for the last token, which the child computes itself.
 
-        Who writes into a shared block first copies it.
+        The first sequence that writes into a shared block copies it.
         """
         child.num_planned = min(parent.num_planned, parent.num_tokens - 1)
         child.num_computed, child.num_sealed = min(parent.num_computed, child.num_planned), parent.num_sealed
@@ -291,7 +291,7 @@ class KVManager:
         parent.room = child.room = 0
 
     def shortest(self, seq: Sequence) -> int:
-        """The fewest tokens it can be truncated to: what a window sees from there was not given back."""
+        """The minimum length it can be truncated to: blocks within the window from there have not been freed."""
         lengths = [1]
         for number in self._windows:
             given_back = seq.tables[number].count(NULL_BLOCK)
@@ -299,11 +299,11 @@ class KVManager:
         return max(lengths)
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Its first `length` tokens stay. Blocks behind are given back; those that are sealed can still be found."""
+        """Keeps its first `length` tokens and frees the blocks behind them; sealed ones stay cached."""
         assert self.shortest(seq) <= length <= seq.num_tokens
         del seq.token_ids[length:]
         seq.num_tokens = length
-        seq.num_planned = cut = min(seq.num_planned, length - 1)  # a token is sampled after the last one, so that is computed again
+        seq.num_planned = cut = min(seq.num_planned, length - 1)  # sampling needs the last token computed again
         seq.num_computed, seq.num_sealed = min(seq.num_computed, cut), min(seq.num_sealed, cut // self.block_size)
         seq.room = 0
         for table, span in zip(seq.tables, self.spans):
@@ -313,7 +313,7 @@ class KVManager:
         self.forget_digests(seq, length // self.block_size)
 
     def forget_digests(self, seq: Sequence, kept: int) -> None:
-        """Tokens behind the first `kept` links are others now: their digests and what was announced of them are withdrawn."""
+        """Withdraws the digests and announcements after the first `kept` links, because the tokens there have changed."""
         gone = set(seq.digests[kept:])
         del seq.digests[kept:]
         self._withdraw(seq, [key for key in seq.pending if key[1] in gone])
@@ -325,7 +325,7 @@ class KVManager:
                 del self.pending[key]
 
     def release(self, seq: Sequence) -> None:
-        """Give back all tables and withdraw what was announced."""
+        """Frees all blocks of the sequence and withdraws its announcements."""
         for table in seq.tables:
             self.pool.release(_held(table))
         seq.tables = [[] for _ in self.groups]

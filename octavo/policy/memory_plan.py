@@ -1,17 +1,17 @@
-"""How much memory is needed for what, before any of it is allocated. `octavo plan` shows it, and the engine starts by it.
+"""How much memory each part needs, before any of it is allocated. `octavo plan` prints the plan, and the engine starts from it.
 
-    weights       what the model holds
+    weights       all weights of the model
     KV cache      the block pool: reserved at start, allocated as blocks are written; on a GPU, allocated at start
-    activations   the most that one step holds at once, or that reading the weights needs beyond the weights and the pool
+    activations   the peak of one step, or what loading needs beyond the weights and the pool, if that is more
     graphs        steps captured on a GPU
     rows          token ids and block tables of every row, and the rotation tables
-    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps; on a GPU, CUDA's own
+    other         Python and its libraries, the tokenizer, the pool's own lists, memory that malloc retains; on a GPU, CUDA's own
 
-A plan is for the memory of one device: that of the process on a CPU, a share of the whole on a GPU. Where GPU and CPU share
+A plan covers the memory of one device: that of the process on a CPU, a share of the device memory on a GPU. If GPU and CPU share
 one memory (`unified`), a plan has the parts of both, and each byte is counted once.
 
-What a user set is planned as set, and refused where it does not fit. What was left open, the size of the pool and the
-longest sequence, is the most that fits. More of anything needs more memory, so `largest` finds it.
+Values that a user set are planned as set, and refused if they do not fit. Values left open, the size of the pool and the maximum
+sequence length, become the largest that fit. Memory grows with each of them, so `largest` finds them by bisection.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ from octavo.policy.native_size import native_step_bytes
 
 MIB, GIB = 2**20, 2**30
 MOST_CPU_POOL = 4 * GIB
-MOST_BLOCKS = 2**20  # unless asked for: the block pool keeps a little of each, and a toy model would get millions
+MOST_BLOCKS = 2**20  # unless set: the block pool stores some bytes per block, and a toy model would get millions of blocks
 LIBRARIES = 150 * MIB  # measured: Python with torch and the rest imported
-MOST_KEPT = 64 * MIB  # by malloc, of two fifths of the activations: larger tensors go back to the machine at once
-LEFT_PER_WORD, MOST_LEFT = 300, 16 * MIB  # of what reading the words left behind: native buffers take its place as they grow
-BYTES_PER_WORD = 600  # of the vocabulary: the tokenizer, and the words in the header of a GGUF file
+MOST_KEPT = 64 * MIB  # retained by malloc, out of two fifths of the activations: larger tensors are returned to the system at once
+LEFT_PER_WORD, MOST_LEFT = 300, 16 * MIB  # memory left over from reading the vocabulary, which native buffers reuse as they grow
+BYTES_PER_WORD = 600  # of the vocabulary: the tokenizer, and the tokens in the header of a GGUF file
 BYTES_PER_BLOCK = 270  # the pool's lists, and the index of sealed blocks
 BYTES_PER_ROW = 100  # lengths, sampling parameters, noise key
 
@@ -43,14 +43,14 @@ BYTES_PER_ROW = 100  # lengths, sampling parameters, noise key
 @dataclass(frozen=True, slots=True)
 class Memory:
     total: int  # what this process may use
-    others: int = 0  # what other processes hold of it
+    others: int = 0  # the part of it that other processes use
     gpu: int | None = None  # bytes of the GPU that `total` is a share of
-    lacking: int = 0  # what seemed to be free and could not be allocated
-    unified: bool = False  # the GPU has no memory but the CPU's: what this process holds on the host comes out of it, too
+    lacking: int = 0  # memory that was reported as free but could not be allocated
+    unified: bool = False  # the GPU shares the CPU's memory: host allocations of this process reduce it, too
 
     @staticmethod
     def of_gpu(total: int, free: int, utilization: float, unified: bool = False) -> "Memory":
-        """`free`: what other processes leave."""
+        """`free`: memory that other processes do not use."""
         return Memory(int(total * utilization), total - free, total, unified=unified)
 
     @property
@@ -58,24 +58,24 @@ class Memory:
         return self.total - self.others - self.lacking
 
     def share(self, ranks: int) -> "Memory":
-        """Returns what one of several ranks on this host may use."""
+        """Returns how much memory one of several ranks on this host may use."""
         return replace(self, total=self.total // ranks, others=self.others // ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What the count has to know of a model."""
+    """The properties of a model that the plan needs."""
 
     model: ModelDescription
     dtype: str
     weights: int  # bytes
     specs: list[LayerCacheSpec]
     kv_cache_dtype: str
-    loading: int = 0  # the most bytes held while weights are read, weights included
-    native_threads: int = 0  # of the native program; none: torch computes
+    loading: int = 0  # peak bytes while weights are read, weights included
+    native_threads: int = 0  # of the native program; 0: torch computes
     device: str = "cpu"
-    arm: bool = False  # torch copies a matrix before it multiplies by it, and keeps back nothing that it freed
-    slab: int = 0  # bytes of floats that a step on a GPU makes out of codes at once
+    arm: bool = False  # torch copies a matrix before it multiplies by it, and malloc retains nothing
+    slab: int = 0  # bytes of the weights that a step on a GPU dequantises at once
 
     @property
     def keeps_codes(self) -> bool:
@@ -83,7 +83,7 @@ class ModelNeeds:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers: what a contiguous cache keeps of a token."""
+        """Of all layers: the bytes that a contiguous cache stores per token."""
         return sum(spec.bytes_per_token for spec in self.specs)
 
     @property
@@ -110,18 +110,18 @@ class MemoryPlan:
     geometry: CacheGeometry
     use: Use
     memory: Memory
-    refusal: str | None = None  # why it does not fit, and what to turn
-    concurrency: float = 0.0  # how many sequences of the greatest length the pool holds
+    refusal: str | None = None  # why it does not fit, and which settings to change
+    concurrency: float = 0.0  # how many sequences of the maximum length fit into the pool
 
     def accepted(self) -> CacheGeometry:
-        """Returns the cache of a plan that fits. A plan that does not fit is a ConfigError, which says what to turn."""
+        """Returns the geometry of a plan that fits. Otherwise raises a ConfigError that names the settings to change."""
         if self.refusal is not None:
             raise ConfigError(self.refusal)
         return self.geometry
 
     @property
     def account(self) -> str:
-        """What is needed, for what, and what there is."""
+        """The memory needed, by purpose, and the memory available."""
         use, memory = self.use, self.memory
         gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
         gone += [f"{shown(memory.lacking)} could not be allocated"] if memory.lacking else []
@@ -142,7 +142,7 @@ def shown(size: int) -> str:
 
 
 def flag_size(size: int) -> str:
-    """As a flag takes it, exactly, and readable: 40k, 512m, 368639k (360.0 MiB)."""
+    """Formats a size exactly as a flag accepts it, with a readable form: 40k, 512m, 368639k (360.0 MiB)."""
     return in_flag(size) + (f" ({shown(size)})" if size > MIB and size % MIB else "")
 
 
@@ -152,7 +152,7 @@ def default_pool_bytes(memory_bytes: int) -> int:
 
 
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number from `low` to `high` that fits, where all below one that fits do too."""
+    """The largest number from `low` to `high` that fits, if all numbers below one that fits also fit."""
     if high < low or not fits(low):
         return None
     while low < high:
@@ -168,7 +168,7 @@ def check_max_model_len(wanted: int | None, most: int) -> None:
 
 
 def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> MemoryPlan:
-    """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
+    """Returns the plan, with a refusal if it does not fit. Raises `ConfigError` for settings that are wrong on any machine."""
     check_max_model_len(config.max_model_len, needs.model.max_position)
     planner = _Planner(needs, memory)
     plan = planner.plan(config)
@@ -176,7 +176,7 @@ def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> Me
 
 
 def plan_stages(needs: list[ModelNeeds], config: ResolvedConfig, memory: Memory) -> list[MemoryPlan]:
-    """Returns the plan of each stage of a pipeline. Pool and limits of all are those of the smallest, since they share block tables.
+    """Returns the plan of each stage of a pipeline. All use the smallest pool and limits, since they share block tables.
 
     `memory`: of each stage
     """
@@ -189,12 +189,12 @@ def plan_stages(needs: list[ModelNeeds], config: ResolvedConfig, memory: Memory)
 
 
 def fullest(plans: list[MemoryPlan]) -> int:
-    """Returns the stage that is refused, or else the one that needs most."""
+    """Returns the stage that is refused, or else the one that needs the most memory."""
     return max(range(len(plans)), key=lambda stage: (plans[stage].refusal is not None, plans[stage].use.total))
 
 
 class _Planner:
-    """Counts, chooses what was left open, and looks for what to turn."""
+    """Computes the memory, resolves values left open, and finds which settings to change."""
 
     def __init__(self, needs: ModelNeeds, memory: Memory) -> None:
         self.needs = needs
@@ -203,21 +203,21 @@ class _Planner:
         self.groups = needs.groups
         self.per_token = token_bytes(needs.specs, self.groups)  # of a block; with one group, of all layers
         self.fewest = 1 + len(self.groups)  # blocks: the null block, and one of each group
-        # where memory is unified, the matrix that the host has read comes on top of what the device holds by then
+        # with unified memory, the matrix that the host has read is held in addition to what is already on the device
         self.loading = needs.loading + (largest_matrix(needs.model) * FLOAT32 if memory.unified else 0)
 
     def use(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> Use:
         needs, model, size = self.needs, self.needs.model, config.block_tokens
         tokens = (num_blocks - 1) * size * max(group.links for group in self.groups)  # of the largest group
         table_blocks = -(-max_len // size)
-        contiguous = config.attention_backend == "contiguous"  # a region for every row, on a GPU one for padding
+        contiguous = config.attention_backend == "contiguous"  # a region for every row, and on a GPU one more for padding
         regions = config.max_num_seqs + (needs.device == "cuda")
         kv_cache = config.block_size * (regions * table_blocks * needs.bytes_per_token if contiguous else num_blocks * self.per_token)
         if needs.device == "cuda":
             return self._gpu_use(config, kv_cache, num_blocks, max_len)
         load = StepLoad(
             tokens=min(config.max_num_batched_tokens, tokens),
-            rows=min(config.max_num_seqs, num_blocks - 1),  # a row that is sampled holds a block
+            rows=min(config.max_num_seqs, num_blocks - 1),  # each sampled row holds a block
             context=max_len,
             gathered=min(tokens, config.max_num_seqs * max_len),
         )
@@ -231,7 +231,7 @@ class _Planner:
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
-            activations=max(step, needs.loading - needs.weights - kv_cache),  # nothing is in the pool yet while weights are read
+            activations=max(step, needs.loading - needs.weights - kv_cache),  # the pool is still empty while weights are read
             rows=config.max_num_seqs * row + max_len * model.position_numbers * FLOAT32,
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
@@ -245,7 +245,7 @@ class _Planner:
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
-            activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # pool comes last
+            activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # the pool is last
             graphs=graphs,
             rows=gpu_row_bytes(
                 model, rows, config.max_num_batched_tokens, max_len, len(self.groups) * -(-max_len // config.block_tokens)
@@ -254,7 +254,7 @@ class _Planner:
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:
-        """As asked where something was, else the most that fits."""
+        """Uses the values that were set, and for others the largest that fit."""
         wanted = config.max_model_len
         asked = self._asked_blocks(config)
         most = self._default_blocks(config) if asked is None else asked
@@ -272,11 +272,11 @@ class _Planner:
     def fits(self, config: ResolvedConfig, plan: MemoryPlan | None = None) -> bool:
         plan = plan or self.plan(config)
         short = plan.geometry.max_model_len > self._reach(config, plan.geometry.num_blocks)
-        # an exact number of blocks is taken at its word: requests that are too long for it are refused one by one
+        # an explicit number of blocks is accepted as it is: requests that are too long for it are refused individually
         return plan.use.total <= self.memory.free and (not short or config.num_gpu_blocks_override is not None)
 
     def _default_blocks(self, config: ResolvedConfig) -> int:
-        """The most where nobody asked: on a GPU the pool may take all that is left."""
+        """The upper bound when no size is set: on a GPU the pool may take all free memory."""
         per_block = config.block_size * self.per_token
         if self.memory.gpu is None:
             return min(default_pool_bytes(self.memory.total) // per_block, MOST_BLOCKS)
@@ -291,12 +291,12 @@ class _Planner:
         return self.use(config, num_blocks, max_len).total <= self.memory.free
 
     def _most_blocks(self, config: ResolvedConfig, most: int) -> int | None:
-        """The largest pool that leaves room for a step over a sequence as long as itself, or as long as asked for."""
+        """The largest pool that leaves room for a step over a sequence as long as the pool, or of the configured length."""
         length = config.max_model_len
         return largest(self.fewest, most, lambda blocks: self._holds(config, blocks, length or self._reach(config, blocks)))
 
     def _reach(self, config: ResolvedConfig, num_blocks: int) -> int:
-        """The longest sequence a pool holds: block 0 is the null block, and the last token is never computed."""
+        """The longest sequence that fits into a pool: block 0 is the null block, and the last token is never computed."""
         if len(self.groups) == 1 and self.groups[0].window is None:
             return min(self.most, (num_blocks - 1) * config.block_tokens + 1)
         return largest(1, self.most, lambda length: self._blocks_for(config, length - 1) < num_blocks) or 1
@@ -313,13 +313,13 @@ class _Planner:
                 f"raise --kv-cache-memory-bytes to {flag_size(fewest * per_token * size)} or more, or lower --block-size"
             )
 
-    # -- what to say
+    # -- messages
 
     def refusal(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         if plan.use.total > self.memory.free:
             return f"{plan.account}: {self._advice(config)}{self._larger_share(config, plan)}"
         size, blocks, wanted = config.block_tokens, plan.geometry.num_blocks, plan.geometry.max_model_len
-        larger = self.with_room(config, plan)  # the pool is all that is short
+        larger = self.with_room(config, plan)  # only the pool is too small
         if not self.fits(larger):
             asked = self.plan(larger)
             return f"{asked.account}: {self._advice(config)}{self._larger_share(config, asked)}"
@@ -332,12 +332,12 @@ class _Planner:
         )
 
     def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
-        """With a pool that holds the longest sequence of the plan."""
+        """Returns settings with a pool that holds the longest sequence of the plan."""
         blocks = self._blocks_for(config, plan.geometry.max_model_len) + 1
         return replace(config, kv_cache_memory_bytes=blocks * config.block_size * self.per_token)
 
     def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
-        """How much of a GPU would do, where all of it is enough: the plan is made again with that, since it may take more then."""
+        """The share of a GPU that would be enough, if there is one. The plan is repeated with that share, since it may need more then."""
         gpu, others = self.memory.gpu, self.memory.others
         if gpu is None or self.memory.lacking:
             return ""
@@ -346,14 +346,14 @@ class _Planner:
             share = _Planner(self.needs, Memory.of_gpu(gpu, gpu - others, thousandths / 1000, self.memory.unified))
             made = share.plan(config)
             if not share.fits(config, made) and made.use.total <= share.memory.free:
-                made = share.plan(share.with_room(config, made))  # the pool is short: it has to grow, too
+                made = share.plan(share.with_room(config, made))  # the pool is too small and has to grow, too
             if made.use.total <= share.memory.free:
                 return f"; or raise --gpu-memory-utilization to {thousandths / 1000} or more"
             needed = made.use.total
         return ""
 
     def _advice(self, config: ResolvedConfig) -> str:
-        """What to turn and how far, one knob if that is enough, and the longest sequence then."""
+        """Which settings to change and to what value, one setting if that is enough, and the longest sequence after the change."""
         if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
             rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
             other_way = f", or lower --max-num-seqs to {rows} or less" if rows else ""
@@ -372,7 +372,7 @@ class _Planner:
         return f"{narrower}take a smaller model or free memory; no --max-model-len fits"
 
     def _with_a_smaller_pool(self, config: ResolvedConfig) -> tuple[str, int, ResolvedConfig] | None:
-        """The setting that asked for the pool, the most it may be, and the settings with that."""
+        """The setting that determined the pool size, its largest value that fits, and the settings with that value."""
         asked = self._asked_blocks(config)
         if asked is None:
             return None

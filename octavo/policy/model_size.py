@@ -1,12 +1,12 @@
-"""How the matrices of a model are kept, and the bytes of its weights, from its description: no tensor is made.
+"""The storage format of the matrices of a model, and the bytes of its weights, from its description: no tensor is created.
 
-Each matrix is kept as floats or as codes:
+Each matrix is stored as floats or quantised:
 
-    int8   codes of 8 bits in groups of 64      8.5 bits a weight; on a GPU groups of 128, 8.25
-    int4   codes of 4 bits in groups of 32      5 bits a weight; on a GPU groups of 128, 4.25; the vocabulary, which feels it most, in 8
+    int8   8-bit weights in groups of 64      8.5 bits a weight; on a GPU groups of 128, 8.25
+    int4   4-bit weights in groups of 32      5 bits a weight; on a GPU groups of 128, 4.25; the vocabulary, the most sensitive, in 8
 
-Both fall back to smaller groups, and then to floats, where columns are not whole groups. Norms, biases, routers and an embedding
-of its own stay floats.
+Both fall back to smaller groups, and then to floats, if the columns are not a multiple of the group. Norms, biases, routers and an
+untied embedding stay floats.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from octavo.policy.cache_spec import ITEM_BYTES
 from octavo.policy.description import EXPERT_STACKS, Matrix, ModelDescription
 
-SCALE_AND_OFFSET = 4  # bytes for each group of codes
-DECIDING = ("router", "shared_gate")  # small matrices that say which experts count, and how much: they stay floats
+SCALE_AND_OFFSET = 4  # bytes for each group of quantised weights
+DECIDING = ("router", "shared_gate")  # small matrices that select the experts and their weights: they stay floats
 _GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
-_GPU_GROUPS = (128, 64, 32, 16)  # a scale costs its kernels more than the CPU's
+_GPU_GROUPS = (128, 64, 32, 16)  # a scale costs the GPU kernels more than those of the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The form in which a quantised matrix is stored or kept."""
+    """The format in which a quantised matrix is stored, in a file or in memory."""
 
     bits: int
     group: int
-    order: str = ""  # tells orders of columns apart; empty: as they stand
-    table: str = ""  # tells tables of values apart, of codes of 4 bits; empty: codes stand for themselves
-    fp8_span: int = 0  # of 8-bit floats: columns that share a scale, those of a row or of a square block; 0: there are none, or codes
+    order: str = ""  # identifies an order of columns; empty: the original order
+    table: str = ""  # identifies a table of values of 4-bit weights; empty: the integers are the values
+    fp8_span: int = 0  # for 8-bit floats: columns that share a scale, a whole row or a square block; 0: no scales, or integers
 
 
 def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
-    """Returns what a matrix becomes where `quantization` is int8 or int4, or None if it stays floats. `device`: cpu or cuda"""
+    """Returns the format of a matrix when `quantization` is int8 or int4, or None if it stays floats. `device`: cpu or cuda"""
     if matrix.name in DECIDING:
         return None
     bits = 8 if quantization == "int8" or matrix.vocabulary else 4
@@ -42,14 +42,14 @@ def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
 
 
 def fits_fp8(matrix: Matrix, span: int) -> bool:
-    """Whether a GPU keeps a matrix as 8-bit floats. Its kernels read a scale for each row, or for whole blocks of 128 x 128."""
+    """Whether a GPU stores a matrix as 8-bit floats. Its kernels read one scale per row, or one per whole block of 128 x 128."""
     in_blocks = span > 0 and not any(size % span for size in (matrix.columns, *matrix.parts.values()))
     return matrix.name not in EXPERT_STACKS and (span == matrix.columns or in_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A matrix as a program keeps it."""
+    """A matrix in the storage format of a program."""
 
     matrix: Matrix
     codes: Codes | None  # None: floats
@@ -59,7 +59,7 @@ class Kept:
 def kept_matrices(
     model: ModelDescription, stored: Mapping[str, Codes | None], nbytes: Callable[[Matrix, Codes | None], int]
 ) -> list[Kept]:
-    """Returns how each matrix is kept. `stored`: how each weight is stored, by its name; `nbytes`: of a matrix in the program"""
+    """Returns how each matrix is stored. `stored`: the storage format of each weight, by name; `nbytes`: of a matrix in the program"""
     found = []
     for matrix in model.matrices:
         codes = _merged([stored.get(part) for part in matrix.parts])
@@ -68,9 +68,9 @@ def kept_matrices(
 
 
 def _merged(parts: list[Codes | None]) -> Codes | None:
-    """Returns the form of a matrix of several parts: the most bits and the smallest group of any.
+    """Returns the format of a matrix of several parts: the largest number of bits and the smallest group of any.
 
-    It is None, for floats, if a part is stored as floats or has its columns in another order. Where tables differ, codes have 8 bits.
+    It is None, for floats, if a part is stored as floats or has another column order. If tables differ, weights have 8 bits.
     """
     codes = [part for part in parts if part is not None]
     if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
@@ -82,10 +82,10 @@ def _merged(parts: list[Codes | None]) -> Codes | None:
 
 
 def weight_bytes(model: ModelDescription, dtype: str) -> int:
-    """Returns the bytes of all weights as torch holds them."""
+    """Returns the bytes of all weights as torch stores them."""
     return model.num_parameters * ITEM_BYTES[dtype] + model.wide_numbers * (ITEM_BYTES["float32"] - ITEM_BYTES[dtype])
 
 
 def largest_matrix(model: ModelDescription) -> int:
-    """Returns the numbers of the largest matrix that a file has."""
+    """Returns how many numbers the largest matrix of a file has."""
     return max(rows * one.columns for one in model.matrices for rows in one.parts.values())

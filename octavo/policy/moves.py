@@ -1,6 +1,6 @@
-"""`Moves`: a sequence that has begun to answer is forked, truncated, or given another last id, between two plans.
+"""`Moves`: forks or truncates a sequence that has generated tokens, or replaces its last id, between two plans.
 
-The next plan tells the worker (`policy/rows.py`).
+The next plan informs the worker (`policy/rows.py`).
 """
 
 from array import array
@@ -24,7 +24,7 @@ class Moves:
         planned: dict[int, list[Sequence]],
         new_sequence: NewSequence,
     ) -> None:
-        """The lists are the scheduler's own. `planned`: step -> its sequences, for plans whose result has not come"""
+        """The lists are the scheduler's own. `planned`: step -> its sequences, for plans whose result has not arrived"""
         self._kv = kv
         self._rows = rows
         self._waiting = waiting
@@ -33,7 +33,7 @@ class Moves:
         self._new_sequence = new_sequence
 
     def fork(self, parent: Sequence, index: int) -> Sequence | None:
-        """Makes sample `index` out of what the host knows of another one. Returns None where that runs and no row is free."""
+        """Creates sample `index` from the tokens the host knows of another sample. Returns None if that one runs and no row is free."""
         assert not parent.unforked and parent.status is not Status.FINISHED
         if parent.status is Status.RUNNING and not self._rows.free:
             return None
@@ -48,7 +48,7 @@ class Moves:
         return child
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Its first `length` tokens stay, its prompt among them. Whatever is in flight behind them is dropped when it comes."""
+        """Keeps its first `length` tokens, which must include the prompt. Tokens in flight behind them are dropped on arrival."""
         assert seq.request.num_prompt <= length and seq.request.num_prompt < seq.num_tokens and seq.status is not Status.FINISHED
         if seq.num_planned >= length or seq.in_flight:
             self.drop_in_flight(seq)
@@ -57,7 +57,7 @@ class Moves:
             self._rows.shorten(seq)
 
     def drop_in_flight(self, seq: Sequence) -> None:
-        """Plans in flight have no more news for it. One that has ended takes its place in them: a fault still ends the request."""
+        """Discards the results of plans in flight for it. A finished sequence takes its place in them: a fault still ends the request."""
         ended = Sequence(-1, seq.request, seq.index, array("i"), 0, by_priority=False)
         ended.status = Status.FINISHED
         for planned in self._planned.values():
@@ -65,7 +65,7 @@ class Moves:
         seq.in_flight = 0
 
     def replace_last(self, seq: Sequence, token: int) -> None:
-        """Another id takes the place of its last one, which no plan has computed yet."""
+        """Replaces its last id, which no plan has computed yet."""
         assert seq.in_flight == 0 and seq.request.num_prompt < seq.num_tokens and seq.num_planned < seq.num_tokens
         seq.token_ids[-1] = token
         self._kv.forget_digests(seq, (seq.num_tokens - 1) // self._kv.block_size)

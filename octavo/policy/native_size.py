@@ -1,7 +1,7 @@
-"""What the native program holds, counted as `octavo/native/octavo.h` lays it out: weights in panels, and the buffers of its steps.
+"""The memory of the native program, computed from the layout in `octavo/native/octavo.h`: weights in panels, and step buffers.
 
-Quantised matrices stay codes. Floats take the dtype of the run, norms and biases are float32. Panels are 16 rows; columns are
-filled up to 64, or to a group.
+Quantised matrices stay quantised. Floats have the dtype of the run, norms and biases are float32. Panels have 16 rows; columns are
+padded to 64, or to a group.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,18 +11,18 @@ from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDe
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 PANEL, COLUMNS = 16, 64
-SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
-# Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
-# keeps back of those before it. On ARM torch has an allocator of its own, which keeps nothing back.
+SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matrix: four panels unpacked for many rows
+# Bytes held during loading for each weight of a matrix: the quantised value with its share of the scales, or the float with a share
+# of the memory that malloc retains from earlier matrices. On ARM torch has its own allocator, which retains nothing.
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, KEPT_BACK = 1.25, 4.1, 1.2
-HALF_EMPTY = 1 << 20  # bytes in the mean: matrices take whole huge pages of 2 MiB together
+HALF_EMPTY = 1 << 20  # bytes on average: a matrix occupies whole huge pages of 2 MiB
 
 GATES = ("swiglu", "geglu", "clamped")
 KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm"}  # features of attention
 
 
 def native_refusal(model: ModelDescription) -> str | None:
-    """Says why the native program cannot run this model, or returns None."""
+    """Returns why the native program cannot run this model, or None."""
     for layer, index in model.kinds.items():
         if (difference := _unknown(layer)) is not None:
             return f"layer {index} {difference}"
@@ -31,7 +31,7 @@ def native_refusal(model: ModelDescription) -> str | None:
 
 
 def _unknown(layer: LayerShape) -> str | None:
-    """Returns what a layer has that the native program does not know, or None."""
+    """Returns the property of a layer that the native program does not support, or None."""
     if layer.mixer.kind != "attention":
         return f"has a mixer of kind {layer.mixer.kind}"
     if layer.parallel:
@@ -43,7 +43,7 @@ def _unknown(layer: LayerShape) -> str | None:
 
 
 def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
-    """Returns how each matrix is kept. `item`: bytes of a float; `stored`: how each weight is stored, by its name"""
+    """Returns how each matrix is stored. `item`: bytes of a float; `stored`: the storage format of each weight, by name"""
     return kept_matrices(model, stored, lambda matrix, codes: _panel_bytes(matrix, codes, item))
 
 
@@ -55,8 +55,8 @@ def native_weight_bytes(
     straight: Collection[str] = (),
     arm: bool = False,
 ) -> tuple[int, int]:
-    """Returns (bytes of the weights, most bytes held while they are packed). `unpacked`: of a weight while it is quantised again;
-    `straight`: weights that are packed out of the file, without a copy in between"""
+    """Returns (bytes of the weights, peak bytes while they are packed). `unpacked`: bytes per number of a weight while it is requantised;
+    `straight`: weights that are packed directly from the file, without an intermediate copy"""
     kept = model.vector_numbers * FLOAT32
     if model.lookup is not None:
         kept += model.lookup.numbers * item
@@ -72,9 +72,9 @@ def native_weight_bytes(
 
 
 def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> int:
-    """Returns the bytes of buffers, which grow to the fullest step and stay, of hidden states and logits of two steps, of what each
-    thread needs to draw from a row, and of what stays empty behind the weights. A level that multiplies bfloat16 leaves some of the
-    floats counted here untouched."""
+    """Returns the bytes of the buffers, which grow to the largest step and stay allocated, of the hidden states and logits of two steps,
+    of what each thread needs to sample a row, and of unused space behind the weights. A level that multiplies bfloat16 uses fewer floats
+    than are counted here."""
     widest = max(matrix.columns for matrix in model.matrices if matrix.layer is not None) + COLUMNS
     token = max(_token_numbers(model, layer, index, widest) for layer, index in model.kinds.items())
     logits = load.rows * model.vocab_size
@@ -83,22 +83,22 @@ def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> 
 
 
 def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, widest: int) -> int:
-    """Of buffers, for each token."""
+    """Numbers in the buffers, per token."""
     there = {matrix.name: matrix for matrix in model.matrices if matrix.layer == index}
     hidden, experts = model.hidden_size, layer.mlp.experts
-    prepared = hidden + widest  # rows as products read them: of norms, and of attention or gates
-    # the stream, what is new, the norm; q, k, v and the result of attention
+    prepared = hidden + widest  # rows in the format that products read: for norms, and for attention or gates
+    # the residual stream, the sub-layer's output, the norm; q, k, v and the result of attention
     attention = 3 * hidden + there["qkv"].rows + there["output"].columns + prepared
     if experts is None:
         return attention + there["down"].columns
-    # of each chosen expert its row as it reads it, gates twice, and its result; once, rows for the router and for experts, and scores
+    # per chosen expert: its input row, gates twice, and its result; once: rows for the router and for experts, and the scores
     chosen = experts.chosen * (2 * hidden + 2 * _up(layer.mlp.inner, COLUMNS))
     shared = 2 * hidden + 2 * _up(experts.shared_inner, COLUMNS) if experts.shared_inner else 0
     return attention + chosen + shared + 2 * hidden + experts.count
 
 
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
-    # gate and up stand in turn, each filled up by itself, and so do experts
+    # gate and up rows alternate, each padded separately, and so are experts
     apart = matrix.gated or matrix.name in EXPERT_STACKS
     rows = sum(_up(part, PANEL) for part in matrix.part_rows) if apart else _up(matrix.rows, PANEL)
     bias = rows * FLOAT32 if matrix.bias else 0

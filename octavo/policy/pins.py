@@ -1,13 +1,13 @@
-"""`Pins`: prefixes that are held for requests that will come.
+"""`Pins`: prefixes that are held for future requests.
 
-    begin      a request comes that computes a prefix: its blocks are counted, and its prompt is cut to whole blocks
-    settle     it has ended: the pin takes its blocks over before they are given back
-    note       another request was admitted: what it found in pinned blocks is counted
-    release    the pin's time is over, or nobody wants it any more
+    begin      a request that computes a prefix arrives: its blocks are counted, and its prompt is cut to whole blocks
+    settle     that request has ended: the pin takes over its blocks before they are freed
+    note       another request was admitted: the tokens it found in pinned blocks are counted
+    release    the pin expires, or is released explicitly
 
-A pin holds blocks like a block table does, so they are neither free nor evicted. It holds what a hit of the whole prefix needs: all
-blocks of a full group, and of a group with a window those that the window sees from the prefix's end. Blocks are counted when the
-request comes, before they are computed. Two pins that begin alike share blocks, which count once.
+A pin holds blocks as a block table does, so they are neither free nor evicted. It holds the blocks that a hit of the whole prefix
+needs: all blocks of a full group, and of a group with a window those that the window sees from the prefix's end. Blocks are counted
+when the request arrives, before they are computed. Pins with a common prefix share its blocks, which are counted once.
 """
 
 from array import array
@@ -25,21 +25,21 @@ from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
 
-OnChange = Callable[[Literal["pin", "unpin"], int, int], None]  # what happened, the blocks and tokens of the pin
-COMPUTE = SamplingParams(max_tokens=1, temperature=0.0)  # of a request that computes a prefix: nobody reads its token
+OnChange = Callable[[Literal["pin", "unpin"], int, int], None]  # event, number of blocks and tokens of the pin
+COMPUTE = SamplingParams(max_tokens=1, temperature=0.0)  # sampling of a request that computes a prefix: its token is discarded
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
     pin_id: str
-    num_prompt: int  # tokens of the prompt that it is made of
-    num_tokens: int  # the first of those, in whole blocks
+    num_prompt: int  # tokens of the prompt that it was made from
+    num_tokens: int  # the part of those that fills whole blocks
     keys: list[BlockKey]  # of the blocks that a hit of the whole prefix needs
-    ends: float | None  # by the clock; None: when it is released
+    ends: float | None  # expiry by the clock; None: until it is released
     hits: int
     tokens_saved: int
     blocks: list[int] = field(default_factory=list)  # empty until it is computed
-    requests: set[str] = field(default_factory=set)  # that compute it
+    requests: set[str] = field(default_factory=set)  # the requests that compute it
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -52,19 +52,19 @@ class Pins:
         self._limits = limits
         self._stats = stats
         self._clock = clock
-        self._span = lcm(*kv.spans)  # a prefix of so many tokens ends with a block of every cache group
-        self._pins: dict[str, Pin] = {}  # the oldest first
-        self._keys: Counter[BlockKey] = Counter()  # block -> how many pins hold it, or will
+        self._span = lcm(*kv.spans)  # a prefix of a multiple of this length ends at a block boundary of every cache group
+        self._pins: dict[str, Pin] = {}  # oldest first
+        self._keys: Counter[BlockKey] = Counter()  # block -> number of pins that hold it, or will
         self._holder: dict[int, Pin] = {}  # block -> the oldest pin that holds it
-        self.on_change: OnChange = lambda what, num_blocks, num_tokens: None  # whoever watches for a while puts its own here
-        self.version = 0  # grows when a pin comes, is held, or goes
+        self.on_change: OnChange = lambda what, num_blocks, num_tokens: None  # a temporary observer sets its own callback here
+        self.version = 0  # incremented when a pin is created, computed or removed
 
     def __contains__(self, pin_id: str) -> bool:
         return pin_id in self._pins
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that are pinned, or will be when they are computed."""
+        """The number of blocks that are pinned, or will be once they are computed."""
         return len(self._keys)
 
     @property
@@ -80,7 +80,7 @@ class Pins:
     # --- making one --------------------------------------------------------------------------------------------------
 
     def begin(self, message: AddRequest, most_beams: int) -> AddRequest:
-        """Returns the request with its prompt cut to whole blocks, or refuses it. `most_beams`: blocks that a search may grow to"""
+        """Returns the request with its prompt cut to whole blocks, or refuses it. `most_beams`: blocks that a beam search may grow to"""
         order, prompt = message.pin, self._whole_blocks(message.prompt_token_ids)
         assert order is not None and message.params.n == message.params.max_tokens == 1
         keys = self._keys_of(prompt, message.cache_salt)
@@ -98,7 +98,7 @@ class Pins:
         return replace(message, prompt_token_ids=prompt)
 
     def _whole_blocks(self, prompt: list[int]) -> list[int]:
-        """Returns the beginning of a prompt that can be held, and refuses one that has none."""
+        """Returns the prefix of a prompt that fills whole blocks, and refuses a prompt that is too short."""
         if not self._kv.caching:
             raise RequestError("prefix caching is off, and a pinned prefix is a part of it: leave out --no-enable-prefix-caching", "prompt")
         if len(prompt) < self._span:
@@ -115,7 +115,7 @@ class Pins:
         return kv.keys_of(digests)
 
     def _check_room(self, keys: list[BlockKey], most_beams: int) -> None:
-        """Refuses a pin that is too large. A pin must leave room for the longest request, which would wait for ever without it."""
+        """Refuses a pin that is too large. A pin must leave room for the longest request, which would otherwise wait for ever."""
         asked, pinned, most = sum(key not in self._keys for key in keys), self.num_blocks, self._limits.max_pinned_blocks
         if pinned + asked > most:
             raise RequestError(
@@ -135,11 +135,11 @@ class Pins:
             )
 
     def settle(self, seq: Sequence, reason: Ending) -> None:
-        """A request that computes a prefix has ended. If it came to its end, the pin takes its blocks, which it still has."""
+        """Handles the end of a request that computes a prefix. If it ended normally, the pin takes over its blocks."""
         assert seq.request.pin is not None
         pin = self._pins.get(seq.request.pin.pin_id)
         if pin is None:
-            return  # released meanwhile
+            return  # released in the meantime
         pin.requests.discard(seq.request.request_id)
         if reason in ("stop", "length") and not pin.blocks:
             pin.blocks = self._kv.find_all(seq)
@@ -156,7 +156,7 @@ class Pins:
     # --- using one ---------------------------------------------------------------------------------------------------
 
     def note(self, seq: Sequence, hit: PrefixHit) -> int:
-        """Counts what an admitted request found in pinned blocks, for the oldest pin that has it. Returns how many tokens."""
+        """Counts the tokens that an admitted request found in pinned blocks, for the oldest pin that holds them. Returns the tokens."""
         if not self._holder or seq.request.pin is not None:
             return 0
         table = hit.tables[0]
@@ -173,7 +173,7 @@ class Pins:
     # --- ending one --------------------------------------------------------------------------------------------------
 
     def release(self, pin_id: str) -> list[str]:
-        """Ends a pin, if there is one. Who shares its blocks keeps them. Returns the requests that still compute it."""
+        """Ends a pin, if it exists. Other holders keep its blocks. Returns the requests that still compute it."""
         pin = self._pins.get(pin_id)
         if pin is None:
             return []
@@ -181,13 +181,13 @@ class Pins:
         return sorted(pin.requests)
 
     def expire(self) -> None:
-        """Ends the pins whose time is over. One that is being computed ends when it is."""
+        """Ends the pins that have expired. A pin that is still being computed ends when that is done."""
         now = self._clock()
         for pin in [pin for pin in self._pins.values() if pin.blocks and pin.ends is not None and pin.ends <= now]:
             self._drop(pin)
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds until the next pin ends, or None if none does."""
+        """Returns the seconds until the next pin expires, or None if none does."""
         found = [left for pin in self._pins.values() if pin.blocks and (left := self._left(pin)) is not None]
         return min(found, default=None)
 
@@ -204,7 +204,7 @@ class Pins:
         self.version += 1
 
     def check(self) -> None:
-        """Asserts what must hold of pins: their blocks are the ones that their keys find, and all are counted."""
+        """Asserts the invariants of pins: their blocks are those that their keys find, and all are counted."""
         pool = self._kv.pool
         assert pool.pinned == self.num_holders, "pool and pins disagree on what is pinned"
         assert self._keys == Counter(key for pin in self._pins.values() for key in pin.keys), "pinned blocks are counted wrong"

@@ -1,11 +1,11 @@
-"""`Request` is what a user asked for; `Sequence` is one sample of it: its tokens and how far they have got.
+"""`Request` is a user's request; `Sequence` is one sample of it: its tokens and its progress.
 
     token_ids     t0 t1 t2 t3 t4 t5 t6 | t7          host knows 7, one more (t7) is being sampled on the device
-                  ^-----------^                      num_computed = 4: their plan was updated; what sealing reads
-                  ^-----------------------^          num_planned = 7: given to plans; what schedule reads
-                  num_tokens = 7, in_flight = 1      planning may reach num_tokens + in_flight, never past stop_at
+                  ^-----------^                      num_computed = 4: the update of their plan was processed; sealing reads it
+                  ^-----------------------^          num_planned = 7: already in plans; scheduling reads it
+                  num_tokens = 7, in_flight = 1      planning may reach num_tokens + in_flight, but not beyond stop_at
 
-A request with n samples starts as one sequence that plans its prompt up to the last token; there it is forked, and every
+A request with n samples starts as one sequence that plans its prompt up to the last token. It is forked there, and every
 sample computes that last token itself.
 """
 
@@ -19,7 +19,7 @@ from octavo.policy.beam import num_candidates
 from octavo.policy.block_pool import BlockKey
 
 LOW32 = 0xFFFFFFFF
-UNSEEDED = 1 << 31  # keeps the streams of unseeded requests apart from seeded ones
+UNSEEDED = 1 << 31  # separates the noise streams of unseeded requests from seeded ones
 
 
 class Status(Enum):
@@ -53,39 +53,39 @@ class Request:
     def __init__(
         self, message: AddRequest, arrival: int, root: bytes, end_ids: frozenset[int], engine_seed: int, queued: float
     ) -> None:
-        """`end_ids`: of the model. `arrival`: its place in the queue"""
+        """`end_ids`: of the model. `arrival`: its position in the queue"""
         params = message.params
         self.request_id = message.request_id
         self.params = params
         self.num_prompt = len(message.prompt_token_ids)
         self.arrival = arrival
         self.priority = message.priority
-        self.root = root  # where its digest chain starts: model, settings and salt
+        self.root = root  # start of its digest chain: model, settings and salt
         self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_ids)  # ids that end a sample
         self.reported_logprobs = params.logprobs
         self.beams = message.beams
-        if message.beams is not None:  # what a beam samples itself is provisional; the choice is among its best tokens
+        if message.beams is not None:  # the token that a beam samples is provisional; the choice is made among its best tokens
             wanted = max(params.logprobs or 0, num_candidates(message.beams.width, len(self.end_ids)))
             self.params = replace(params, temperature=0.0, logprobs=wanted)
-        self.pin = message.pin  # it computes a prefix that is to be held
-        self.bad_words = message.bad_words  # ids that must not follow each other in a sample
+        self.pin = message.pin  # set if it computes a prefix that will be pinned
+        self.bad_words = message.bad_words  # id sequences that must not occur in a sample
         self.engine_seed = engine_seed
         self.noise_number = arrival if message.noise is None else message.noise
         self.life = LifeRecord(queued)
-        self.extras: dict[int, bytes] = {}  # link -> what its digest covers beside its tokens
-        self.held = False  # not to be admitted yet
+        self.extras: dict[int, bytes] = {}  # link -> additional bytes that its digest covers besides its tokens
+        self.held = False  # must not be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
-        self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
+        self.aborted: set[int] = set()  # samples aborted before the fork that would have created them
 
     @property
     def num_samples(self) -> int:
-        """How many sequences it has at most at once."""
+        """The maximum number of sequences it has at once."""
         return self.params.n if self.beams is None else self.beams.width
 
     def noise(self, index: int) -> NoiseKey:
-        """With a seed: (seed, sample index). Without one: (engine seed, the request's number), the sample in the stream.
+        """With a seed: (seed, sample index). Without one: (engine seed, the request's number), and the sample in the stream.
 
-        Words of 32 bits: after 2^32 requests the numbers begin again, and with them the noise of requests that are long gone.
+        These are 32-bit words: after 2^32 requests the numbers wrap around, and old noise is reused.
         """
         if self.params.seed is not None:
             return NoiseKey((self.params.seed & LOW32, index), 0, self.params.seed >> 32)
@@ -108,49 +108,49 @@ class Sequence:
         self.token_ids = token_ids
         self.num_tokens = len(token_ids)  # ids the host knows
         self.num_planned = 0  # positions given to plans
-        self.num_computed = 0  # positions whose plan was updated
-        self.in_flight = 0  # plans that sample after it and whose tokens the host has not seen
-        self.limit = limit  # most tokens it may ever have: max_tokens and max_model_len
+        self.num_computed = 0  # positions whose plan has been updated
+        self.in_flight = 0  # plans that sample for it and whose tokens the host has not received
+        self.limit = limit  # maximum number of tokens: max_tokens and max_model_len
         self.stop_at = limit - 1  # planning stops here: the last token is never computed
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]  # its blocks, a table for each cache group
-        self.room = 0  # positions from num_planned up to here lie in blocks it has to itself
-        self.digests: list[bytes] = []  # of its full links, as far as anyone asked
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]  # its blocks, one table per cache group
+        self.room = 0  # positions from num_planned up to here lie in blocks that it does not share
+        self.digests: list[bytes] = []  # of its full links, computed on demand
         self.num_sealed = 0  # links whose blocks were offered to the cache
-        self.pending: list[BlockKey] = []  # blocks it has announced and perhaps not yet sealed
-        self.waits_for: BlockKey | None = None  # a block somebody else is computing
+        self.pending: list[BlockKey] = []  # blocks it has announced but may not have sealed yet
+        self.waits_for: BlockKey | None = None  # a block that another sequence is computing
         self.row = -1
         self.since = 0  # the step of its last admission
-        self.rows_needed = 1  # more, where it stands for others that are not forked yet
-        self.blocks_for_others = 0  # that these need at once, beside its own
-        self.reserved: list[int] = []  # rows held for them
+        self.rows_needed = 1  # more than one if it represents samples that are not forked yet
+        self.blocks_for_others = 0  # blocks that those samples need at once, in addition to its own
+        self.reserved: list[int] = []  # rows reserved for those samples
         self.status = Status.WAITING
-        self.ended: Ending | None = None  # and how
+        self.ended: Ending | None = None  # how it ended
         self.preemptions = 0
-        self.lost = 0  # positions the last preemption threw away
-        self.steps_passed = 0  # steps in which others were admitted past it
+        self.lost = 0  # positions discarded by the last preemption
+        self.steps_passed = 0  # steps in which others were admitted before it
         self.key = (request.priority if by_priority else 0, request.arrival, index)
 
     @property
     def unforked(self) -> bool:
-        """Still stands for several samples."""
+        """Whether it still represents several samples."""
         return self.stop_at < self.request.num_prompt and self.request.beams is None
 
     @property
     def reads_cache(self) -> bool:
-        """Not while logprobs of its prompt are due: they need every position computed."""
+        """False while logprobs of its prompt are due: they need every position computed."""
         return self.request.params.prompt_logprobs is None or self.num_tokens > self.request.num_prompt
 
     @property
     def target(self) -> int:
-        """Positions that can be planned now."""
+        """The end of the positions that can be planned now."""
         return min(self.num_tokens + self.in_flight, self.stop_at)
 
     def has_turn(self, step: int, turns: int) -> bool:
-        """Whether it may be planned in this step, where sequences under grammars take turns."""
+        """Whether it may be planned in this step, if sequences with grammars take turns."""
         return self.request.params.structured_outputs is None or (self.seq_id + step) % turns == 0
 
     def row_write(self, start: int) -> RowWrite:
-        """What the worker is told when it moves into its row, with `start` positions in the cache."""
+        """The message to the worker for moving into its row, with `start` positions in the cache."""
         request = self.request
         return RowWrite(
             row=self.row,
@@ -167,7 +167,7 @@ class Sequence:
         )
 
     def append(self, tokens: list[int]) -> None:
-        """What one plan sampled arrives on the host."""
+        """Appends the tokens that one plan sampled."""
         self.token_ids.extend(tokens)
         self.num_tokens += len(tokens)
         self.in_flight -= 1
@@ -177,6 +177,6 @@ policy_key = attrgetter("key")  # sorts sequences in policy order
 
 
 def prompt_positions(plan: StepPlan, planned: list[Sequence]) -> int:
-    """Returns how many positions of prompts a plan has computed."""
+    """Returns how many prompt positions a plan has computed."""
     ends = (start + count for start, count in zip(plan.start, plan.num_query))
     return sum(max(0, min(end, seq.request.num_prompt) - start) for seq, start, end in zip(planned, plan.start, ends, strict=True))

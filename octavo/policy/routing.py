@@ -1,13 +1,14 @@
-"""`Routing`: to which of several engines a request goes.
+"""`Routing`: selects the engine for a request.
 
-    prefix    to the engine that has most of the prompt, unless that has so much to do that computing it again elsewhere is quicker
-    least     to the engine with the fewest tokens to do
-    turns     to one after the other
-    first     to the first that is ready, while the others are a reserve; for the lesson, which shows one engine
+    prefix    the engine that has most of the prompt, unless it is so busy that computing the prompt again elsewhere is faster
+    least     the engine with the fewest tokens left to process
+    turns     round robin
+    first     the first that is ready, while the others are a reserve; for the lesson, which shows one engine
 
-It knows of each engine which blocks can be found there, told by the engine, and what this door has sent there. Blocks of a request
-that is on its way count as found, so requests with one prefix that come together stay together. A load is what this door has sent
-and what has not come back. Other doors are not asked: if each balances its own requests, the sum is balanced.
+For each engine it tracks the cached blocks, which the engine reports, and the requests that this frontend has sent there. Blocks of a
+request in flight count as cached, so requests with a common prefix that arrive together stay together. A load is the tokens that this
+frontend has sent and that have not come back. Other frontends are not consulted: if each balances its own requests, the sum is
+balanced.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,45 +21,45 @@ from octavo.server_config import RoutingPolicy
 
 Policy = RoutingPolicy | Literal["first"]
 Reason = Literal["only", "prefix", "load", "spread", "turn"]
-# only: no other engine is ready, or the others are a reserve. prefix: it has most of the prompt. load: it has the least to do, and no
-# engine has much of the prompt. spread: another one has more of the prompt, but too much to do. turn: it was its turn.
+# only: no other engine is ready, or the others are a reserve. prefix: it has most of the prompt. load: it has the least load, and no
+# engine has much of the prompt. spread: another engine has more of the prompt, but too much load. turn: round robin.
 
-WORTH = 4  # a prefix decides if it is at least one part in so many of the prompt
-HOT, COLD = 2, 8  # a prefix is left if that saves so many times the tokens that are computed again
-FIRST_GUESS = 256.0  # tokens of an answer, before any has ended
-MEMORY = 16  # answers that the guess remembers, roughly
+WORTH = 4  # a prefix decides if it is at least this fraction of the prompt: one in 4
+HOT, COLD = 2, 8  # the engine with a prefix is not used if avoiding it saves this many times the tokens that are computed again
+FIRST_GUESS = 256.0  # tokens of an answer, before any answer has ended
+MEMORY = 16  # roughly the number of answers over which the mean is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     engine: int
     reason: Reason
-    cached_tokens: int  # of the prompt, that this engine will find as far as the door knows
+    cached_tokens: int  # of the prompt, on this engine, as far as the frontend knows
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that an engine is at work on."""
+    """A request that an engine is processing."""
 
     engine: int
     digests: Sequence[bytes]
     samples: int
-    to_come: int  # tokens of its answers, guessed
-    load: int  # what is left of them, and its prompt until the first one has come
+    to_come: int  # estimated tokens of its answers
+    load: int  # how many of them are left, and its prompt until the first one has arrived
     said: int = 0
 
 
 @dataclass(slots=True)
 class _Engine:
-    found: set[bytes] = field(default_factory=set)  # blocks, as the engine tells them
-    coming: dict[bytes, int] = field(default_factory=dict)  # block -> how many requests that are there have it in their prompts
-    load: int = 0  # tokens to compute and to come
+    found: set[bytes] = field(default_factory=set)  # cached blocks, as reported by the engine
+    coming: dict[bytes, int] = field(default_factory=dict)  # block -> how many requests in flight there have it in their prompts
+    load: int = 0  # tokens to compute and tokens to come
     turn: int = 0  # when it was last chosen
 
 
 class Routing:
     def __init__(self, policy: Policy, num_engines: int, block_size: int) -> None:
-        """`block_size`: the tokens that a digest stands for beyond the digest before it."""
+        """`block_size`: the tokens that a digest covers beyond the previous digest."""
         self.policy = policy
         self.block_size = block_size
         self._engines = [_Engine() for _ in range(num_engines)]
@@ -69,7 +70,7 @@ class Routing:
     # --- a choice ----------------------------------------------------------------------------------------------------
 
     def choose(self, digests: Sequence[bytes], num_prompt_tokens: int, ready: Collection[int]) -> Choice:
-        """Returns where a request should go. `digests`: short ones, of the blocks of its prompt that are looked up."""
+        """Returns the engine for a request. `digests`: short ones, of the blocks of its prompt that are looked up."""
         assert ready, "no engine is ready"
         if len(ready) == 1 or self.policy == "first":
             engine = min(ready)
@@ -85,12 +86,12 @@ class Routing:
     def _by_prefix(self, digests: Sequence[bytes], num_prompt_tokens: int, cached: dict[int, int]) -> Choice:
         """The longest prefix decides, with two exceptions.
 
-        If most of the prompt has to be computed wherever it goes, the load decides. Otherwise a few words that all prompts begin with
-        would draw every prompt into the cache of one engine, while the others are empty.
-        If the engine with the prefix has much more to do than another, that one computes the prefix again: then both have it. It is
-        quicker as soon as the difference is larger than the tokens that are computed again. It is done at twice that if the prefix is
-        hot: another request with it is at work there, so more will come, and they share the cost. If it is cold, as that of a
-        conversation, nobody else needs the second copy, which takes time and the place of other blocks: then it must be eight times.
+        If most of the prompt has to be computed on every engine, the load decides. Otherwise a few tokens that all prompts begin with would
+        draw every prompt to one engine, while the others are idle.
+        If the engine with the prefix has much more load than another, the other computes the prefix again, and then both have it. This is
+        faster as soon as the difference in load is larger than the tokens computed again. The threshold is twice that for a hot prefix:
+        another request with it is in progress there, so more will follow and share the cost. For a cold prefix, such as that of a
+        conversation, no other request needs the second copy, which costs time and cache space: there the threshold is eight times.
         """
         least = min(cached, key=self._by_load)
         home = min(cached, key=lambda each: (-cached[each], self._by_load(each)))
@@ -103,12 +104,12 @@ class Routing:
         return Choice(home, "prefix", cached[home])
 
     def _by_load(self, engine: int) -> tuple[int, int, int, int]:
-        """Order of engines. Among idle ones the emptiest cache comes first, then the one that was not chosen for longest."""
+        """Sort key of engines. Among idle ones the emptiest cache comes first, then the least recently chosen."""
         state = self._engines[engine]
         return state.load, len(state.found), state.turn, engine
 
     def _cached(self, engine: int, digests: Sequence[bytes]) -> int:
-        """Returns how many tokens of a prompt the engine has, or will have when this request is admitted there."""
+        """Returns how many tokens of a prompt the engine has cached, or will have when this request is admitted there."""
         found, coming = self._engines[engine].found, self._engines[engine].coming
         count = 0
         for digest in digests:
@@ -120,16 +121,16 @@ class Routing:
     # --- loads -------------------------------------------------------------------------------------------------------
 
     def load(self, engine: int) -> int:
-        """Tokens that it has to compute, and that are still to come from it."""
+        """The tokens that the engine has to compute or generate."""
         return self._engines[engine].load
 
     def begin(
         self, request_id: str, choice: Choice, digests: Sequence[bytes], num_prompt_tokens: int, most_to_come: int, samples: int = 1
     ) -> None:
-        """A request goes to the engine that was chosen. `most_to_come`: the most tokens that all its samples may have together.
+        """Records that a request was sent to the chosen engine. `most_to_come`: the token limit of all its samples together.
 
-        Nobody knows how long an answer gets, and many clients ask for far more than they need. So the guess is the mean of the
-        answers that have ended.
+        The length of an answer is unknown, and many clients request far more than they need. So it is estimated as the mean of the answers
+        that have ended.
         """
         assert request_id not in self._sent
         to_come = max(1, min(most_to_come, round(self._guess * samples)))
@@ -142,20 +143,20 @@ class Routing:
             engine.coming[digest] = engine.coming.get(digest, 0) + 1
 
     def came(self, request_id: str, count: int) -> None:
-        """Tokens of its answer came. The first of them says that its prompt is computed."""
+        """Records received tokens of an answer. The first of them means that the prompt is computed."""
         sent = self._sent.get(request_id)
         if sent is None or not count:
             return
         sent.said += count
-        left = max(1, sent.to_come - sent.said)  # it weighs something until it ends
+        left = max(1, sent.to_come - sent.said)  # it keeps some load until it ends
         self._engines[sent.engine].load += left - sent.load
         sent.load = left
 
     def done(self, request_id: str) -> None:
-        """It has ended, however. What the engine has kept of it, the engine has told."""
+        """Removes a request that has ended, for any reason. The engine itself reports which blocks it has cached."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
-            return  # its engine was started again
+            return  # its engine was restarted
         engine = self._engines[sent.engine]
         engine.load -= sent.load
         for digest in sent.digests:
@@ -169,7 +170,7 @@ class Routing:
     # --- what an engine has ------------------------------------------------------------------------------------------
 
     def num_found(self, engine: int) -> int:
-        """Blocks that can be found there."""
+        """The number of blocks cached there."""
         return len(self._engines[engine].found)
 
     def learn(self, engine: int, change: CacheChange) -> None:
@@ -180,7 +181,7 @@ class Routing:
         found.difference_update(_split(change.evicted))
 
     def forget(self, engine: int) -> None:
-        """It was started again: its cache is empty, and the requests that were there have ended."""
+        """Resets a restarted engine: its cache is empty, and its requests have ended."""
         self._engines[engine] = _Engine()
         self._sent = {request_id: sent for request_id, sent in self._sent.items() if sent.engine != engine}
 

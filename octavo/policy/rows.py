@@ -1,12 +1,12 @@
-"""`Rows`: which rows are free, and what the worker has not heard yet about the others.
+"""`Rows`: which rows are free, and the pending row updates that the worker has not received.
 
-Between two plans sequences may be forked, exchange their rows, be truncated, or have their last id replaced. The next plan tells the
-worker all of it at once. Until then what the worker knows of a sequence lies where it was: that is its source.
+Between two plans sequences may be forked, exchange their rows, be truncated, or have their last id replaced. The next plan contains
+all of these updates. Until then the worker still has a sequence in its previous row, which is its source.
 
     fork        row 5 <- row 2                   a new sequence starts as a copy of its parent
     exchange    row 2 <- row 4, row 4 <- row 2    every source is read before any row is written
 
-A sequence that leaves in between takes its news along. Its row may be given to another at once: sources are read first.
+If a sequence ends before the next plan, its pending updates are dropped. Its row may be reused at once: sources are read first.
 """
 
 from octavo.messages import RowFork, StepPlan
@@ -16,13 +16,13 @@ from octavo.policy.request import Sequence
 class Rows:
     def __init__(self, count: int) -> None:
         self.free = list(range(count - 1, -1, -1))
-        self._sources: dict[Sequence, int] = {}  # of sequences whose row is new to the worker
-        self._forked: set[Sequence] = set()  # of these: copies, which leave their source as it is
+        self._sources: dict[Sequence, int] = {}  # of sequences whose row the worker does not have yet
+        self._forked: set[Sequence] = set()  # those of them that are copies, which leave their source unchanged
         self._shortened: dict[Sequence, None] = {}
         self._replaced: dict[Sequence, None] = {}
 
     def take(self, seq: Sequence) -> None:
-        """A row for a sequence, and more for the samples it stands for."""
+        """Takes a row for a sequence, and reserves more for the samples it represents."""
         seq.row = self.free.pop()
         seq.reserved = [self.free.pop() for _ in range(seq.rows_needed - 1)]
 
@@ -39,11 +39,11 @@ class Rows:
         return self._sources.get(seq, seq.row)
 
     def is_told(self, seq: Sequence) -> bool:
-        """Whether the worker knows all about this sequence."""
+        """Whether the worker has received all updates of this sequence."""
         return not any(seq in news for news in (self._sources, self._shortened, self._replaced))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """A fresh row for a copy of `parent`, as far as the host knows its tokens."""
+        """Takes a free row for a copy of `parent`, with the tokens that the host knows."""
         child.row = self.free.pop()
         self._sources[child] = self.source(parent)
         self._forked.add(child)
@@ -57,7 +57,7 @@ class Rows:
         one.row, other.row = other.row, one.row
         for seq, source in zip((one, other), sources):
             self._sources[seq] = source
-            if source == seq.row and seq not in self._forked:  # a copy has to be told even there: the noise of that row is its parent's
+            if source == seq.row and seq not in self._forked:  # a copy is sent even then: that row has the noise key of its parent
                 del self._sources[seq]
 
     def shorten(self, seq: Sequence) -> None:
@@ -67,7 +67,7 @@ class Rows:
         self._replaced[seq] = None
 
     def tell(self, plan: StepPlan) -> list[Sequence]:
-        """Puts all news into a plan. Returns the sequences it is about."""
+        """Moves all pending updates into a plan. Returns the sequences that they concern."""
         if not (self._sources or self._shortened or self._replaced):
             return []
         told = [*self._sources, *self._shortened, *self._replaced]

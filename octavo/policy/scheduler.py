@@ -1,10 +1,10 @@
-"""`Scheduler`: who gets which tokens of the next step. It owns every id; what it decides is data (`StepPlan`).
+"""`Scheduler`: decides which sequences get tokens in the next step. It owns every id; its decisions are data (`StepPlan`).
 
 There are no phases. A step has one token budget; sequences draw from it until each has caught up with its own tokens.
 
-    schedule    fork what reached its last prompt token -> walk `running` in policy order, decode never starved,
-                victims from the end -> admit from `waiting` whole sequences that fit, unless somebody was preempted
-    update      append sampled tokens, seal full blocks, finish what ended; a preempted sequence keeps its token only
+    schedule    fork sequences that reached their last prompt token -> walk `running` in policy order, decode is never starved,
+                victims from the end -> admit whole sequences that fit from `waiting`, unless a sequence was preempted
+    update      append sampled tokens, seal full blocks, end finished sequences; a preempted sequence keeps only its token
 
 Plans run in order on one stream, so blocks and rows freed here are reusable at once.
 """
@@ -27,8 +27,8 @@ from octavo.policy.pins import Pins
 from octavo.policy.request import Request, Sequence, Status, policy_key, prompt_positions
 from octavo.policy.rows import Rows
 
-SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
-RESUMED = 1 << 40  # a request that was begun elsewhere goes before all that were not: its client has seen the beginning
+SEALS_PER_STEP = 32  # larger batches seal in turns: if all sequences cross a block boundary together, the work is spread over several steps
+RESUMED = 1 << 40  # a request that began on another engine goes before all new ones: its client has already received tokens
 NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
 
 
@@ -45,9 +45,9 @@ class Scheduler:
         row_tokens: int = 1,
         stages: int = 1,
     ) -> None:
-        """`row_tokens`: the most tokens that a step may sample for a row. Where it is more than one, nobody knows how many will come,
-        so a sequence is not planned while tokens of its are in flight.
-        `stages`: of a pipeline. So many plans are in flight, and sequences are dealt over them: none is in two that sample.
+        """`row_tokens`: the most tokens that a step may sample for a row. If it is more than one, their number is not known in advance,
+        so a sequence is not planned while it has tokens in flight.
+        `stages`: of a pipeline. As many plans are in flight, and sequences are divided among them: none is in two that sample.
         """
         assert limits.max_num_seqs * row_tokens <= limits.max_num_batched_tokens, "the tokens of one step may not fit into the next"
         self.kv = kv
@@ -59,16 +59,16 @@ class Scheduler:
         self.row_tokens = row_tokens
         self.stages = stages
         self.clock = clock
-        self.on_end: Callable[[Sequence, Ending], None] = lambda seq, reason: None  # while it still has its blocks
+        self.on_end: Callable[[Sequence, Ending], None] = lambda seq, reason: None  # called while the sequence still has its blocks
         self.step = 0
-        self.mask_turns = 1  # a sequence under a grammar is planned in one of so many steps, where masks take long
+        self.mask_turns = 1  # a sequence with a grammar is planned in one of this many steps, if masks take long
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}  # the live ones
         self.rows = Rows(limits.max_num_seqs)
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
-        self._told: dict[int, list[Sequence]] = {}  # step -> sequences that moved or changed, if any
+        self._told: dict[int, list[Sequence]] = {}  # step -> sequences whose row updates it contains, if any
         self.pins = Pins(kv, self.limits, self.stats, clock)
         self.admission = Admission(kv, self.waiting, self.running, self.rows, self.pins, self.stats, clock)
         self.moves = Moves(kv, self.rows, self.waiting, self.running, self._planned, self._new_sequence)
@@ -77,7 +77,7 @@ class Scheduler:
         self._seq_ids = 0
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request, or refuse what can never be served."""
+        """Queues a request, or refuses one that can never be served."""
         if message.request_id in self.requests:
             raise RequestError(f"request id {message.request_id!r} is already in use", "request_id")
         check_request(message, self.limits)
@@ -110,7 +110,7 @@ class Scheduler:
         return seq
 
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
-        """End a request, or one sample of it, wherever it is. Unknown or ended ones are ignored. Beams end together."""
+        """Ends a request, or one sample of it, in any state. Unknown or ended ones are ignored. Beams end together."""
         request = self.requests.get(request_id)
         if request is None:
             return []
@@ -128,7 +128,7 @@ class Scheduler:
         return [Delta(request_id, index, [], finish_reason="abort", life=request.life)]
 
     def expire(self, seconds: float) -> list[Delta]:
-        """End every request that waited so long and was never admitted. Costs nothing while there is none."""
+        """Ends every request that waited this long and was never admitted. Costs nothing if there is none."""
         deltas: list[Delta] = []
         while (request := next(iter(self.admission.unscheduled.values()), None)) is not None:
             if (waited := self.clock() - request.life.queued) < seconds:
@@ -137,7 +137,7 @@ class Scheduler:
         return deltas
 
     def schedule(self) -> StepPlan:
-        """What the next step does. A plan may be empty while results are awaited."""
+        """Returns the plan of the next step. It may be empty while results are awaited."""
         self.step += 1
         plan = StepPlan(self.step)
         planned: list[Sequence] = []
@@ -157,33 +157,33 @@ class Scheduler:
         return plan
 
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
-        """Tokens for running sequences. Returns the budget left, and whether somebody was preempted."""
+        """Plans tokens for running sequences. Returns the budget left, and whether a sequence was preempted."""
         running, kv, is_running, row_tokens = self.running, self.kv, Status.RUNNING, self.row_tokens
         budget, share = share_of_plan(self.limits, running, row_tokens, self.stages, len(self._planned))
         prefill_budget = budget_of_prefills(budget, running, row_tokens) if self.waiting and self.rows.free else budget
-        beams: Request | None = None  # the last ones that have got room
-        lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
+        beams: Request | None = None  # the last request whose beams were given room
+        lacking: int | None = None  # tokens that prefills from here on need; computed at the first prefill
         preempted, turns, one_plan = False, self.mask_turns, row_tokens > 1 or self.stages > 1
-        after = len(running) * row_tokens  # kept for those behind, so that decode is never starved
+        after = len(running) * row_tokens  # reserved for the sequences behind, so that decode is never starved
         for seq in running.copy():
             after -= row_tokens
             if seq.status is not is_running:
-                break  # preempted for one before it, and so are all behind it
+                break  # it was preempted for an earlier sequence, and so were all behind it
             count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
             if one_plan and seq.in_flight:
-                continue  # nobody knows yet how many tokens will come, or its token comes from the last stage
+                continue  # the number of its tokens is unknown until they arrive, or its token is still in the pipeline
             if turns > 1 and not seq.has_turn(self.step, turns):
                 continue
             if count <= row_tokens:
                 if count == 0 or share == 0:
-                    continue  # awaits its result, or the next plan
+                    continue  # waits for its result, or for the next plan
                 share -= 1
             else:
-                lacking = (self._prefill_lack() if lacking is None else lacking) - count  # by those behind: leave it, at most half
+                lacking = (self._prefill_lack() if lacking is None else lacking) - count  # needed by those behind: leave it, at most half
                 count = max(0, min(count, budget - after, max(prefill_budget - lacking, (prefill_budget + 1) // 2)))
                 prefill_budget -= count
             if count == 0:
-                continue  # awaits its turn
+                continue  # waits for its turn
             if seq.request.beams is not None and seq.rows_needed == 1 and seq.request is not beams:
                 beams, preempted = seq.request, self._make_room_for_beams(seq) or preempted
                 if seq.status is not is_running:
@@ -200,7 +200,7 @@ class Scheduler:
         return budget, preempted
 
     def _prefill_lack(self) -> int:
-        """Tokens that running prefills want, together."""
+        """The tokens that running prefills need, together."""
         return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > self.row_tokens)
 
     def _plan(self, seq: Sequence, count: int, plan: StepPlan, planned: list[Sequence]) -> None:
@@ -221,12 +221,12 @@ class Scheduler:
                 plan.mask_rows.append(len(plan.row) - 1)
 
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
-        """The prompt is planned but for its last token: from here on each sample lives alone."""
+        """Forks a sequence whose prompt is planned except for its last token. From here on the samples are independent."""
         self.admission.unforked.remove(parent)
         parent.stop_at, parent.rows_needed = parent.limit - 1, 1
         request, rows, parent.reserved = parent.request, parent.reserved, []
         for index in range(1, request.params.n):
-            if index in request.aborted:  # never made: this plan could give its row to another, and a row is written once a plan
+            if index in request.aborted:  # never created: this plan could give its row to another, and a row is written only once per plan
                 self.rows.free.append(rows.pop())
                 continue
             child = self._new_sequence(request, index, array("i", parent.token_ids), parent.limit)
@@ -238,14 +238,14 @@ class Scheduler:
             self._remove(parent, "abort")
 
     def _make_room_for_beams(self, seq: Sequence) -> bool:
-        """All beams of its group get room, or all are preempted: none is a victim when another is in the plan. Returns if any was."""
+        """Makes room for all beams of a group, or preempts all: none may be a victim when another is in the plan. Returns if any was."""
         before = self.stats.preemptions
         while seq.status is Status.RUNNING and not self.kv.have_room(self.beams.members(seq)):
             self._preempt(self.running[-1])
         return self.stats.preemptions > before
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take everything back; it will be computed again. A token still in flight is kept when it arrives."""
+        """Frees all blocks of a sequence, which is computed again later. A token still in flight is kept when it arrives."""
         if seq.request.beams is not None:
             seq = self.beams.park(seq)
         self.running.remove(seq)
@@ -259,7 +259,7 @@ class Scheduler:
         insort(self.waiting, seq, key=policy_key)
 
     def _preempt_on_schedule(self) -> bool:
-        """For tests: every k steps the last sequence goes, if it got further than last time (else it might never end)."""
+        """For tests: every k steps preempts the last sequence, if it made progress since last time (otherwise it might never end)."""
         due = self.preempt_every and self.step % self.preempt_every == 0 and self.running
         if not due or self.running[-1].num_planned <= self.running[-1].lost:
             return False
@@ -273,22 +273,22 @@ class Scheduler:
             self.admission.unforked.remove(seq)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Delta]:
-        """Take in what a plan brought. Plans are updated in the order they were made."""
+        """Processes the result of a plan. Plans are updated in the order in which they were made."""
         deltas: list[Delta] = []
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
         planned = self._planned.pop(plan.step)
         self._told.pop(plan.step, None)
         turns = max(1, len(planned) // SEALS_PER_STEP)
         bad, computed = set(result.bad_rows), sum(plan.num_query)
-        searched: dict[Request, int] = {}  # with beams -> tokens that came
+        searched: dict[Request, int] = {}  # with beams -> tokens received
         for entry, seq in enumerate(planned):
-            if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
+            if entry in bad:  # also if this sample has ended: its siblings may share the bad values
                 deltas += self.fail_request(seq.request, NOT_FINITE, NOT_FINITE.partition(":")[0])
             if seq.status is is_finished:
                 computed -= plan.num_query[entry]
                 continue
             tokens = result.tokens[entry]
-            if seq.status is is_running and seq.since <= plan.step:  # else it was preempted: what it computed is gone, the token is good
+            if seq.status is is_running and seq.since <= plan.step:  # else it was preempted: only its token is still valid
                 seq.num_computed = plan.start[entry] + plan.num_query[entry]
             if entry in result.prompt_logprobs:
                 deltas.append(Delta(seq.request.request_id, seq.index, [], prompt_logprobs=result.prompt_logprobs[entry]))
@@ -312,7 +312,7 @@ class Scheduler:
         return deltas
 
     def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Returns the tokens up to an end id or to the sequence's limit, of a beam one. What lies behind is dropped."""
+        """Returns the tokens up to an end id or to the sequence's limit; for a beam only one. The rest is dropped."""
         if seq.request.beams is not None:
             self.rows.shorten(seq)
             return tokens[:1]
@@ -321,7 +321,7 @@ class Scheduler:
         return kept[: end + 1]
 
     def _deliver(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Delta:
-        """The delta of freshly appended tokens; finishes the sequence if they end it."""
+        """Returns the delta of newly appended tokens; finishes the sequence if they end it."""
         request = seq.request
         delta = Delta(request.request_id, seq.index, tokens, None if logprobs is None else logprobs[: len(tokens)])
         if self._count_first(request):
@@ -334,7 +334,7 @@ class Scheduler:
             delta.finish_reason = "length"
         else:
             return delta
-        if request.pin is not None and seq.status is Status.WAITING:  # preempted meanwhile: its blocks are gone, so it begins again
+        if request.pin is not None and seq.status is Status.WAITING:  # it was preempted: its blocks are gone, so it starts again
             self.moves.truncate(seq, request.num_prompt)
             return Delta(request.request_id, seq.index, [])
         self.kv.seal(seq)
@@ -343,7 +343,7 @@ class Scheduler:
         return delta
 
     def _count_first(self, request: Request) -> bool:
-        """Returns whether this is its first token. What that was sampled after is no generated one, but the last of its prompt."""
+        """Returns whether this is its first token. The position before that one is the last of the prompt, not a generated one."""
         if request.life.first_token is not None:
             return False
         request.life.first_token = self.clock()
@@ -351,15 +351,15 @@ class Scheduler:
         return True
 
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
-        """The plan was not carried out: every request it touched ends with an error."""
-        hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share what it computed
+        """Handles a plan that was not executed: every request in it ends with an error."""
+        hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share its blocks
         hurt += [seq.request for seq in self._told.pop(plan.step, ())]
         moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
         hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
         return [delta for request in hurt for delta in self.fail_request(request, message)]
 
     def fail_request(self, request: Request, message: str, code: str | None = None) -> list[Delta]:
-        """All samples of a request end: they may share what went wrong."""
+        """Ends all samples of a request: they may share the failure."""
         if request.beams is not None:
             return self.beams.end(request, "error", message, code) if request.sequences else []
         return [delta for seq in request.sequences.copy() for delta in self.finish(seq, "error", message, code)]
@@ -372,7 +372,7 @@ class Scheduler:
         return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in indices]
 
     def _remove(self, seq: Sequence, reason: Ending) -> None:
-        """Out of the engine, from wherever it is."""
+        """Removes a sequence from the engine, in any state."""
         if seq.request.pin is not None:
             self.pins.settle(seq, reason)
         self.on_end(seq, reason)
@@ -390,7 +390,7 @@ class Scheduler:
             self.admission.unscheduled.pop(request.request_id, None)
 
     def snapshot(self) -> SchedulerStats:
-        """The counters and gauges of this moment, which nothing changes later: other threads read them."""
+        """Returns the counters and gauges at this moment, as an immutable copy that other threads can read."""
         gauges = {"running": len(self.running), "waiting": len(self.waiting)}
         gauges |= {"free_blocks": self.kv.pool.num_free, "pinned_blocks": len(self.kv.pool.pinned)}
         return replace(self.stats, steps=self.stats.steps.copy(), **gauges)

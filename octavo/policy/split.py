@@ -1,14 +1,14 @@
-"""Tensor parallel: what each of several ranks has of a model. No torch, no files: names, numbers and ranges.
+"""Tensor parallelism: the part of a model that each rank has, as names, numbers and ranges. It uses no torch and no files.
 
-A family names the numbers of its config that ranks share (`Shared`). From them follow the config of a rank, and the parts of a
-checkpoint that it reads:
+A family names the numbers of its config that are divided among ranks (`Shared`). They determine the config of a rank, and the parts
+of a checkpoint that it reads:
 
     split by rows      q k v, gate up    a rank has its rows, and their biases
-    split by columns   output, down      a rank has its columns; results are summed, so that one rank alone has the bias
-    vocabulary         embedding, head   equal runs of rows; the last may be shorter
-    vectors            norms, sinks      every rank has all of them, but of sinks those of its heads
+    split by columns   output, down      a rank has its columns; results are summed, so only one rank has the bias
+    vocabulary         embedding, head   equal ranges of rows; the last may be shorter
+    vectors            norms, sinks      every rank has all of them, but only the sinks of its heads
 
-Where there are more ranks than heads of k and v, neighbours have the same ones:
+If there are more ranks than k and v heads, neighbouring ranks have the same heads:
 
     rank      0    1    2    3
     q head   0 1  2 3  4 5  6 7
@@ -25,14 +25,14 @@ from octavo.policy.description import Matrix, ModelDescription
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A number of a config that ranks share equally."""
+    """A number of a config that is divided equally among ranks."""
 
     name: str  # in a config.json
     number: int
-    repeats: bool = False  # several ranks may have the same one, if there are more ranks
+    repeats: bool = False  # several ranks may have the same one if there are more ranks
 
     def fits(self, size: int, context: int = 1) -> bool:
-        """`context`: the ranks of a group that has the same ones, if they repeat"""
+        """`context`: the number of ranks in a group with the same heads, if they repeat"""
         owners = size // context if self.repeats else size
         return size % context == 0 and (self.number % owners == 0 or (self.repeats and owners % self.number == 0))
 
@@ -41,7 +41,7 @@ class Shared:
 
 
 def check_split(shared: Collection[Shared], vocab_size: int, size: int, context: int = 1) -> None:
-    """Refuses a number of ranks that cannot share a model equally."""
+    """Refuses a number of ranks among which a model cannot be divided equally."""
     wrong = next((f"{one.name} {one.number}" for one in shared if not one.fits(size, context)), None)
     if wrong is None and not _fills(vocab_size, size):
         wrong = f"vocab_size {vocab_size}"
@@ -53,7 +53,7 @@ def check_split(shared: Collection[Shared], vocab_size: int, size: int, context:
 
 
 def _fills(vocab_size: int, size: int) -> bool:
-    """Whether each rank has some rows of the vocabulary."""
+    """Whether each rank has at least one row of the vocabulary."""
     return len(vocabulary_rows(vocab_size, size, size - 1)) > 0
 
 
@@ -64,7 +64,7 @@ def vocabulary_rows(vocab_size: int, size: int, rank: int) -> range:
 
 
 def with_rows_of_rank(model: ModelDescription, size: int) -> ModelDescription:
-    """Returns the description with as many rows of the vocabulary as the first of `size` ranks has, which has the most."""
+    """Returns the description with the vocabulary rows of the first of `size` ranks, which has the most."""
     if size == 1:
         return model
 
@@ -78,17 +78,17 @@ def with_rows_of_rank(model: ModelDescription, size: int) -> ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of a weight. None: all of its rows, or columns."""
+    """The part of a weight that a rank has. None: all rows, or all columns."""
 
     rows: range | None = None
     columns: range | None = None
-    runs: tuple[range, ...] = ()  # of rows, instead of `rows`: they are read one by one, and joined
-    whole: int = 0  # how many of them the weight has
-    zeros: bool = False  # another rank has the numbers, and this one zeros in their place
+    runs: tuple[range, ...] = ()  # ranges of rows, instead of `rows`: they are read one by one and concatenated
+    whole: int = 0  # the size of the whole weight along that dimension
+    zeros: bool = False  # another rank has the numbers, and this one has zeros
 
 
 def parts_of_rank(whole: ModelDescription, own: ModelDescription, size: int, rank: int) -> dict[str, Part]:
-    """Returns what a rank has of each weight, by its name in the checkpoint; of any other, all. `own`: of the rank's config"""
+    """Returns the part that a rank has of each weight, by its checkpoint name; all of any other. `own`: for the rank's config"""
     pairs = list(zip(whole.matrices, own.matrices, strict=True))
     if whole.lookup is not None and own.lookup is not None:
         pairs.append((whole.lookup, own.lookup))
@@ -96,12 +96,12 @@ def parts_of_rank(whole: ModelDescription, own: ModelDescription, size: int, ran
 
 
 def part_of_vector(whole: int, own: int, size: int, rank: int) -> Part:
-    """Returns what a rank has of a vector that has numbers of every head."""
+    """Returns the part that a rank has of a vector with numbers for every head."""
     return Part(rows=_share(whole, own, size, rank), whole=whole)
 
 
 def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str, Part]:
-    """A bias is listed whether the model has one or not: some checkpoints have biases of zeros."""
+    """A bias is listed whether or not the model has one: some checkpoints have biases of zeros."""
     found: dict[str, Part] = {}
     for name, count in matrix.parts.items():
         bias = f"{name.removesuffix('.weight')}.bias"
@@ -118,9 +118,9 @@ def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str
 
 
 def _runs(matrix: Matrix, own: Matrix, size: int, rank: int) -> tuple[range, ...]:
-    """Returns the rows that a rank has of each part of a merged weight, counted from the weight's first.
+    """Returns the rows that a rank has of each part of a merged weight, counted from the weight's first row.
 
-    qkv, 2 ranks    [ q q q q | k k | v v ]    rank 0 has rows 0 1, 4 and 6: they do not stand side by side
+    qkv, 2 ranks    [ q q q q | k k | v v ]    rank 0 has rows 0 1, 4 and 6: they are not contiguous
     """
     starts = accumulate(matrix.merged, initial=0)
     shares = [_share(whole, mine, size, rank) for whole, mine in zip(matrix.merged, own.merged, strict=True)]
@@ -128,7 +128,7 @@ def _runs(matrix: Matrix, own: Matrix, size: int, rank: int) -> tuple[range, ...
 
 
 def _share(whole: int, own: int, size: int, rank: int) -> range:
-    """Returns the run of `own` that a rank has of `whole`. Neighbours have the same one if all runs together are longer."""
+    """Returns the range of length `own` that a rank has of `whole`. Neighbours have the same one if all ranges together are longer."""
     copies, rest = divmod(own * size, whole)
     assert copies and not rest and size % copies == 0, f"{size} runs of {own} do not cover {whole}"
     start = rank // copies * own

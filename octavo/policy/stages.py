@@ -1,12 +1,12 @@
-"""Pipeline parallel: what each stage has of a model. No torch, no files: names, numbers and ranges.
+"""Pipeline parallelism: the part of a model that each stage has, as names, numbers and ranges. It uses no torch and no files.
 
-A stage is a model with some of the layers. The first has the embedding, the last has the final norm and the head:
+A stage is a model with some of the layers. The first also has the embedding, the last the final norm and the head:
 
     stage 0 of 2    embedding, layers 0 to 18
     stage 1 of 2    layers 19 to 29, norm, head
 
-A step reads every weight of a layer and of the head, but only a few rows of the embedding. So layers are dealt out by the bytes that
-a step reads, and stages take about as long as each other.
+A step reads every weight of a layer and of the head, but only a few rows of the embedding. So layers are split by the bytes that
+a step reads, and all stages take about the same time.
 """
 
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ ONLY = Stage()
 
 
 def deal_layers(layers: Sequence[int], head: int, stages: int) -> list[range]:
-    """Returns the layers of each stage, so that the stage that reads most reads as little as possible.
+    """Returns the layers of each stage, so that the maximum of the bytes read by a stage is as small as possible.
 
-    `layers`: bytes of each layer; `head`: bytes of what comes after the last
+    `layers`: bytes of each layer; `head`: bytes of the parts after the last layer
     """
     if stages > len(layers):
         raise ConfigError(f"{len(layers)} layers cannot be dealt over pipeline_parallel_size {stages}: set it to {len(layers)} or less")
     sums = [0]
     for size in layers:
         sums.append(sums[-1] + size)
-    # best[end]: the least that the fullest of some stages reads, if they have the layers before `end`, and where the last of them begins
+    # best[end]: for the layers before `end`, the smallest possible maximum over the stages so far, and the start of the last stage
     best = [(float(total), 0) for total in sums]
     starts: list[list[int]] = [[0] * len(sums)]
     for stage in range(1, stages):
@@ -61,7 +61,7 @@ def deal_layers(layers: Sequence[int], head: int, stages: int) -> list[range]:
 
 
 def of_stage(model: ModelDescription, stage: Stage) -> ModelDescription:
-    """Returns a description without what other stages have. `model`: of this stage's layers, with embedding and head"""
+    """Returns the description without the parts of other stages. `model`: this stage's layers, with embedding and head"""
     matrices, vectors = model.matrices, model.vectors
     embeds_by_head = stage.first and model.lookup is None
     if not stage.last:

@@ -1,1 +1,1 @@
-"""How a linear layer keeps and applies its weights."""
+"""How a linear layer stores and applies its weights."""

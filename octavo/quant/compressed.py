@@ -1,14 +1,14 @@
-"""compressed-tensors: whole numbers of 4 or 8 bits in 32-bit words (pack-quantized), or of 8 bits, one a byte (int-quantized).
+"""compressed-tensors: 4-bit or 8-bit integers in 32-bit words (pack-quantized), or 8-bit integers, one per byte (int-quantized).
 
     MODULE.weight_packed       int32 [n, k / codes]          a word: 8 (or 4) input columns, the first in its lowest bits
-    MODULE.weight              int8 [n, k]                   instead, where each has a byte
-    MODULE.weight_scale        [n, k / group]                [n, 1]: one for a row; [1]: one for the matrix
-    MODULE.weight_zero_point   int32 [n / codes, k / group]  a word: 8 (or 4) output rows; or int8 [n, k / group]; none if symmetric
+    MODULE.weight              int8 [n, k]                   instead, if each has a byte
+    MODULE.weight_scale        [n, k / group]                [n, 1]: one per row; [1]: one for the matrix
+    MODULE.weight_zero_point   int32 [n / codes, k / group]  a word: 8 (or 4) output rows; or int8 [n, k / group]; absent if symmetric
     MODULE.weight_g_idx        int32 [k]                     the group of each input column, with act-order
     MODULE.weight_shape        [2]                           n and k
 
-Numbers are signed, w = scale * (number - zero). In words they are counted from the lowest number, so that codes and zeros are as
-the packed form wants them; bytes are shifted to that. Scales of activations are not read: activations stay floats.
+The integers are signed, w = scale * (number - zero). In words they are shifted by the lowest integer, so codes and zeros are already
+in the packed form; bytes are shifted to match. Scales of activations are not read: activations stay floats.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ SCALES = "weight_scale"
 
 
 def check_compressed(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
-    """Returns the sizes of the module `name`, and checks them, from its tensors or their headers."""
+    """Determines and checks the sizes of the module `name`, from its tensors or their headers."""
     per_word = 32 // config.bits
     if config.layout == "words":
         words = take(tensors, f"{name}.weight_packed", (torch.int32,), (None, None), f"output rows, input columns / {per_word}")
@@ -88,7 +88,7 @@ def _check_shape(shape: Tensor | None, name: str, layout: Layout) -> None:
 
 
 def _from_lowest(numbers: Tensor, bits: int) -> Tensor:
-    """Returns signed numbers of 8 bits as unsigned ones, counted from the lowest that so many bits hold."""
+    """Converts signed 8-bit numbers to unsigned ones, shifted by the lowest number of that many bits."""
     return numbers.contiguous().view(torch.uint8) + (1 << bits - 1)  # 8 bits wrap around
 
 

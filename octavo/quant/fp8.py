@@ -1,12 +1,12 @@
-"""Floats of 8 bits (e4m3) with scales: the formats fp8 and compressed-tensors' float-quantized.
+"""8-bit floats (e4m3) with scales: the formats fp8 and compressed-tensors' float-quantized.
 
     MODULE.weight             float8 [n, k]
-    MODULE.weight_scale       one number, [n] or [n, 1], or [n / rows, k / columns] of blocks, where the last may be smaller
-    MODULE.weight_scale_inv   the same thing by another name; it is multiplied, too
+    MODULE.weight_scale       one number, [n] or [n, 1], or [n / rows, k / columns] for blocks, where the last may be smaller
+    MODULE.weight_scale_inv   another name for the same; it is multiplied, too
 
-torch gets w = weight * scale as floats. A GPU keeps the 8-bit floats (`kernels/fp8_matrix.py`). The native program keeps codes of 8
-bits, and so does a GPU of experts and of other scales: the largest weight of a group of 32 columns is 127 steps from zero, so that a
-weight is off by at most 1/254 of it, and by what float16 does to a scale. That adds 2 to 4 % to the error that rounding to e4m3 made.
+torch gets w = weight * scale as floats. A GPU stores the 8-bit floats (`kernels/fp8_matrix.py`). The native program stores 8-bit
+integers, and so does a GPU for experts and for other scales: the largest weight of a group of 32 columns is 127 steps from zero, so a
+weight has an error of at most 1/254 of that, plus the rounding of scales to float16. That adds 2 to 4 % to the error of rounding to e4m3.
 Scales of activations are not read.
 """
 
@@ -24,11 +24,11 @@ from octavo.quant.quant_config import FP8_GROUP, QuantConfig, whole_group
 from octavo.quant.zero_point import SCALE_DTYPES, Described, Layout, take
 
 LARGEST = 448  # of e4m3
-NO_NUMBER = 0x7F  # bits of a NaN, but for its sign
+NO_NUMBER = 0x7F  # bits of a NaN, without its sign
 
 
 def check_fp8(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
-    """Returns the sizes of the module `name`, and checks them, from its tensors or their headers."""
+    """Determines and checks the sizes of the module `name`, from its tensors or their headers."""
     n, k = take(tensors, f"{name}.weight", (torch.float8_e4m3fn,), (None, None), "output rows, input columns").shape
     group = whole_group(f"{name}.weight", FP8_GROUP, k)
     scale_name = _scale_name(tensors, name)
@@ -60,14 +60,14 @@ class Fp8Weight:
     scale: Tensor  # [rows of blocks, columns of blocks] float32, of the whole module
     block: tuple[int, int]  # rows and columns that share a scale
     start: tuple[int, int]
-    group: int  # of codes
+    group: int  # of the integer codes
 
     def dequantize(self) -> Tensor:
         """Returns the weights in float32."""
         return torch.cat([weights for _, weights in self._chunks()])
 
     def fold(self) -> PackedWeight:
-        """Returns codes. A few rows are floats at a time."""
+        """Returns integer codes. A few rows are converted to floats at a time."""
         n, k = self.values.shape
         widest = self.scale.abs().amax() * (LARGEST / 127)
         factor = fitting_factor(f"{self.name}.weight_scale", widest, widest * 128)
@@ -104,7 +104,7 @@ class Fp8Weight:
         return self.block == (FP8_BLOCK, FP8_BLOCK) and not any(size % FP8_BLOCK for size in (*self.start, *self.values.shape))
 
     def device_scale(self) -> Tensor:
-        """Returns the scales as kernels of a GPU read them: of rows or of whole blocks."""
+        """Returns the scales in the format of the GPU kernels: per row or per whole block."""
         if self.by_rows:
             return self.scale[self._blocks(0), self.start[1] // self.block[1]]
         return self.scale[self._blocks(0)[::FP8_BLOCK]][:, self._blocks(1)[::FP8_BLOCK]]
@@ -118,7 +118,7 @@ def folded(weight: Quantised) -> PackedWeight:
 
 
 def on_device(parts: Sequence[Fp8Weight], device: torch.device) -> Fp8Matrix | None:
-    """Returns one matrix with the rows of all parts, or None if kernels for 8-bit floats cannot read such scales."""
+    """Returns one matrix with the rows of all parts, or None if the kernels for 8-bit floats do not support these scales."""
     k = parts[0].values.shape[1]
     if all(part.by_rows for part in parts):
         span = k

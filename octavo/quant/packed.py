@@ -1,17 +1,17 @@
-"""The one form of all weight-only formats: unsigned codes, with a scale and an offset for each group of input columns.
+"""The common form of all weight-only formats: unsigned codes, with a scale and an offset for each group of input columns.
 
     w[row, order[j]] = (scale[row, j // group] * codes[row, j] + offset[row, j // group]) * factor
 
-    codes           [n, k] uint8, one a byte here; each device repacks them once into the layout its kernels like
+    codes           [n, k] uint8, one per byte here; each device repacks them once into the layout of its kernels
     scale, offset   [n, k / group] float16
-    factor          a power of two for the whole matrix: as small as scales and offsets in float16 allow, so that the
-                    smallest of them keep as many bits as they can. Whatever some power of two makes exact, this one does.
-    order           [k] int32 or None: which input column each column of codes belongs to (act-order), None as they stand
-    table           [16] uint8 or None: what stands for each code of 4 bits in the formula, for formats whose steps are not
-                    equal (MXFP4, IQ4_NL). None: the code itself
+    factor          a power of two for the whole matrix: the smallest with which scales and offsets fit into float16, so that the
+                    smallest of them keep as many bits as possible. If any power of two makes the conversion exact, this one does.
+    order           [k] int32 or None: the input column of each column of codes (act-order), None for the original order
+    table           [16] uint8 or None: the value of each 4-bit code in the formula, for formats with uneven steps
+                    (MXFP4, IQ4_NL). None: the code itself
 
-`fold_gguf`, `zero_point.py` and `compressed.py` bring published formats into this form; `quantize` and `fp8.py` make it out of floats.
-A scale or offset that float16 cannot hold is rounded by at most 2^-11 of itself, a quarter of what bfloat16 does to a weight.
+`fold_gguf`, `zero_point.py` and `compressed.py` convert published formats to this form; `quantize` and `fp8.py` convert floats.
+A scale or offset that float16 cannot represent is rounded by a relative error of at most 2^-11, a quarter of that of bfloat16 weights.
 """
 
 import math
@@ -68,7 +68,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that a device holds: codes at their own width, without padding."""
+        """The bytes on a device: codes with their own number of bits, without padding."""
         beside = (self.scale, self.offset, *(part for part in (self.order, self.table) if part is not None))
         return self.codes.numel() * self.bits // 8 + sum(part.nbytes for part in beside)
 
@@ -80,15 +80,15 @@ class PackedWeight:
         return weights if self.order is None else torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
 
     def rows(self, index: slice | Tensor) -> "PackedWeight":
-        """Returns the rows that `index` names, in its order."""
+        """Returns the rows that `index` selects, in its order."""
         return replace(self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index])
 
     def without_table(self) -> "PackedWeight":
-        """Returns the same weights in codes that stand for themselves: of 8 bits, if there was a table."""
+        """Returns the same weights with codes as values: with 8 bits, if there was a table."""
         return self if self.table is None else replace(self, bits=8, codes=self._values(), table=None)
 
     def _values(self) -> Tensor:
-        """Returns what stands for the codes, uint8 [n, k]."""
+        """Returns the values of the codes, uint8 [n, k]."""
         return self.codes if self.table is None else self.table[self.codes.long()]
 
 
@@ -108,16 +108,16 @@ def _halved(numbers: Tensor, factor: float) -> Tensor:
 
 
 def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
-    """Returns the smallest power of two that brings all of them into the range of float16 when they are divided by it.
+    """Returns the smallest power of two by which all of them can be divided to fit into the range of float16.
 
-    It is at least 2^-100, so that float32 can hold the products.
+    It is at least 2^-100, so that products fit into float32.
     """
     most = [float(table.abs().max()) if table.numel() else 0.0 for table in (scale, offset)]
     return factor_for(name, math.nan if any(map(math.isnan, most)) else max(most))
 
 
 def factor_for(name: str, largest: float) -> float:
-    """As `fitting_factor`, for the largest of all scales and offsets."""
+    """Like `fitting_factor`, for the largest of all scales and offsets."""
     if not math.isfinite(largest):
         raise LoadError(f"{name}: a scale or offset is not finite")
     digits, exponent = math.frexp(largest)  # digits * 2^exponent, digits below 1
@@ -125,7 +125,7 @@ def factor_for(name: str, largest: float) -> float:
 
 
 def mergeable(parts: Sequence[PackedWeight]) -> bool:
-    """Whether the rows of all parts fit into one matrix: they need as many columns, in the same order (act-order may differ)."""
+    """Whether the rows of all parts fit into one matrix: they need the same columns, in the same order (act-order may differ)."""
     first = parts[0]
     return all(part.shape[1] == first.shape[1] and _same(first.order, part.order) for part in parts)
 
@@ -133,7 +133,7 @@ def mergeable(parts: Sequence[PackedWeight]) -> bool:
 def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Returns one matrix with the rows of all parts, which must be mergeable. It has the most bits and the smallest group of any.
 
-    Parts whose tables differ, or of which some have none, lose them, and have 8 bits. This is exact, except for scales and offsets that
+    Parts whose tables differ, or of which only some have one, lose them, and have 8 bits. This is exact, except for scales and offsets that
     are 2^29 times smaller than the largest.
     """
     assert mergeable(parts)
@@ -165,9 +165,9 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 #     scales to 11 bits         Q2_K Q3_K -> 4 bits           Q6_K IQ1_M IQ2_XS IQ2_S -> 8 bits      groups of 16
 #                               Q4_K IQ4_XS -> 4 bits         Q5_K IQ1_S IQ2_XXS IQ3_XXS IQ3_S -> 8 bits   groups of 32
 #
-# A scale of a K or IQ kind is a float16 times an integer of up to 7 bits; in float16 it is off by at most 2^-11 of itself. Where codes
-# are counted from a middle (all but Q2_K, Q4_K, Q5_K), so is each weight; there it is off by at most 2^-11 of |scale * code| + |offset|.
-# Scales of MXFP4 are powers of two. One that is 2^39 times smaller than the largest of its matrix becomes zero.
+# A scale of a K or IQ kind is a float16 times an integer of up to 7 bits; in float16 its relative error is at most 2^-11. If codes
+# are relative to a middle (all but Q2_K, Q4_K, Q5_K), the same holds for weights; otherwise their error is at most 2^-11 of
+# |scale * code| + |offset|. Scales of MXFP4 are powers of two. One that is 2^39 times smaller than the matrix's largest becomes zero.
 
 _FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0")
 
@@ -180,7 +180,7 @@ def fold_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> Pack
         codes, scale, offset = (torch.from_numpy(part) for part in found)
         return pack(name, bits, codes.view(shape), scale.view(n, -1), offset.view(n, -1))
     parts = take_apart(raw, kind)
-    runs = -(-group_size(kind) // parts.scale.shape[1] // GROUPS[0])  # of the longest groups that there are, in one of the file
+    runs = -(-group_size(kind) // parts.scale.shape[1] // GROUPS[0])  # of the longest supported groups, in one group of the file
     scale = parts.scale.repeat_interleave(runs, dim=1) if runs > 1 else parts.scale
     offset = scale * -parts.middle if parts.offset is None else parts.offset  # by a power of two: rounds as the scale does
     return pack(name, bits, parts.codes.view(shape), scale.view(n, -1), offset.view(n, -1), table=parts.table)
@@ -194,22 +194,22 @@ def _check_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> No
         raise LoadError(f"{name}: {raw.numel()} bytes of {kind} are no matrix {list(shape)}, with {group_bytes} bytes for {group} columns")
 
 
-# -- floats into the packed form, for models that come without quantised weights
+# -- converts floats to the packed form, for models without quantised weights
 #
-#     8 bits   codes are counted from the middle. The largest weight of a group is 127 steps away from it; zero stays zero.
-#     4 bits   15 steps lead from the lowest to the highest weight of a group. Then, twice: the line through (code, weight) with
+#     8 bits   codes are relative to the middle. The largest weight of a group is 127 steps away from it; zero stays zero.
+#     4 bits   there are 15 steps from the lowest to the highest weight of a group. Then, twice: the line through (code, weight) with
 #              the least squared error gives a better scale and offset, and those give better codes.
 #
-# Neither half of such a round can make the error larger. Two rounds take 8 to 12 % off it. That is more than a search over ranges
-# that leave out the outermost weights gives, and it costs less.
+# Neither half of such a round can increase the error. Two rounds reduce it by 8 to 12 %. That is more than a search over ranges
+# that exclude the outermost weights gains, and it costs less.
 
 ROUNDS = 2
-CHUNK = 1 << 18  # weights at a time: what fits into a core's cache
-GPU_CHUNKS = 16  # as many at once keep a GPU busy
+CHUNK = 1 << 18  # weights at a time: fits into a core's cache
+GPU_CHUNKS = 16  # this many at once keep a GPU busy
 
 
 def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -> PackedWeight:
-    """Returns the codes of a matrix [n, k] of any float dtype. `name`: of the tensor, for messages."""
+    """Quantises a matrix [n, k] of any float dtype. `name`: of the tensor, for messages."""
     if bits not in BITS or group not in GROUPS:
         raise LoadError(f"{name}: {bits} bits in groups of {group} are not supported, only bits {BITS} and groups {GROUPS}")
     if weight.dim() != 2 or weight.shape[1] % group or not weight.numel():
@@ -223,14 +223,14 @@ def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -
     factor = fitting_factor(name, scale, offset)
     scale, offset = (scale / factor).half(), (offset / factor).half()
     codes = torch.empty(n, k // group, group, dtype=torch.uint8, device=weight.device)
-    kept = (scale.float() * factor, offset.float() * factor)  # codes are for what float16 kept
+    kept = (scale.float() * factor, offset.float() * factor)  # codes must match the float16 values
     for chunk, scales, offsets, out in zip(chunks, *(table.split(rows) for table in kept), codes.split(rows)):
         out.copy_(nearest_codes(chunk.float(), scales, offsets, bits))
     return PackedWeight(bits, group, codes.view(n, k), scale.squeeze(-1), offset.squeeze(-1), factor)
 
 
 def nearest_codes(weights: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
-    """Returns the nearest codes, as floats. A group whose scale is zero holds one number only, its offset."""
+    """Returns the nearest codes, as floats. A group with scale zero contains only one number, its offset."""
     steps = (weights - offset).div_(torch.where(scale == 0, 1, scale))
     return steps.round_().clamp_(0, 2**bits - 1)
 

@@ -1,7 +1,7 @@
-"""Reads `quantization_config` of a config.json: AWQ, GPTQ, FP8, MXFP4 and compressed-tensors, in the layouts that were published.
+"""Reads `quantization_config` of a config.json: AWQ, GPTQ, FP8, MXFP4 and compressed-tensors, in their published layouts.
 
-A number or layout that would be read wrongly is refused by name. Everything else, such as who made it or how activations would be
-rounded, is ignored. No torch here: plans use it.
+A number or layout that would be misread is refused by name. Everything else, such as its author or the rounding of activations,
+is ignored. It uses no torch, because plans use it.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from octavo.kernels.kernel_shapes import FP8_BLOCK
 
 METHODS = ("awq", "gptq", "fp8", "mxfp4", "compressed-tensors")
 MXFP4_GROUP = 32
-STACKED_CODES = ("_blocks", "_scales")  # endings of tensors with the MXFP4 codes of all experts
+STACKED_CODES = ("_blocks", "_scales")  # suffixes of tensors with the MXFP4 codes of all experts
 GROUPS = (128, 64, 32, 16)  # input columns that can share a scale in the packed form, largest first
-FP8_GROUP = 32  # the most columns that share a scale when floats of 8 bits become codes
+FP8_GROUP = 32  # maximum columns that share a scale when 8-bit floats are converted to integers
 
-# The tensors of a module in each layout. The first one holds the codes.
+# The tensors of a module in each layout. The first one contains the codes.
 PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
@@ -26,7 +26,7 @@ PARTS = {
     "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "mxfp4": STACKED_CODES,
 }
-# By layout, kind of number in a file, and part of a module: the parts that are no floats of a usual kind
+# Layout -> dtype in a file -> parts of a module with that dtype, if it is not a usual float
 WHOLE_NUMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "awq": {"I32": ("qweight", "qzeros")},
     "gptq": {"I32": ("qweight", "qzeros", "g_idx")},
@@ -39,7 +39,7 @@ WHOLE_NUMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "fp8": {"F8_E4M3": ("weight",)},
     "mxfp4": {},
 }
-OF_CACHE = (".k_scale", ".v_scale")  # of a KV cache in FP8, which nobody keeps here
+OF_CACHE = (".k_scale", ".v_scale")  # of a KV cache in FP8, which is not supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class QuantConfig:
     method: str  # one of METHODS
     bits: int
     group_size: int  # input columns that share a scale; -1: all of them
-    sym: bool = False  # codes are counted from the middle
-    desc_act: bool = False  # g_idx says which group a column is in
-    stored_minus_one: bool = False  # GPTQ's first format keeps zeros less one, gptq_v2 as they are
+    sym: bool = False  # codes are relative to the middle
+    desc_act: bool = False  # g_idx contains the group of each column
+    stored_minus_one: bool = False  # GPTQ's first format stores zeros minus one, gptq_v2 stores them unchanged
     block: tuple[int, int] | None = None  # FP8: rows and columns that share a scale; None: a row, or the whole matrix
     modules_to_not_convert: tuple[str, ...] = ()
-    form: str = ""  # compressed-tensors: which of its layouts, words, bytes or fp8
+    form: str = ""  # compressed-tensors: its layout: words, bytes or fp8
 
     @property
     def layout(self) -> str:
-        """Of its tensors: one of PARTS."""
+        """The layout of its tensors: one of PARTS."""
         return self.form or self.method
 
     def converts(self, module: str) -> bool:
@@ -64,7 +64,7 @@ class QuantConfig:
         return not any(_found(part, module) for part in self.modules_to_not_convert)
 
     def fp8_span(self, columns: int) -> int:
-        """Returns how many columns of a row share a scale, if these are 8-bit floats whose scales kernels of a GPU may read; else 0."""
+        """Returns how many columns of a row share a scale, if these are 8-bit floats with scales that GPU kernels support; otherwise 0."""
         if self.layout != "fp8":
             return 0
         if self.block is None or self.block[1] >= columns:
@@ -83,12 +83,12 @@ class QuantConfig:
         return "INT8" if self.layout == "bytes" else self.layout.upper()
 
     def is_codes(self, stored: str, part: str) -> bool:
-        """Whether a tensor that is `part` of a module and stored as such numbers holds codes. What else it must be is checked later."""
+        """Whether a tensor that is `part` of a module, stored as this dtype, contains codes. Further checks follow later."""
         return part == self.codes_part and (part != "weight" or stored in WHOLE_NUMBERS[self.layout])
 
 
 def _found(exception: str, module: str) -> bool:
-    """Whether a module is an exception. Of a pattern (`re:.*gate$`) only .* and $ are understood: no pattern of a file is run."""
+    """Whether a module is an exception. In a pattern (`re:.*gate$`) only .* and $ are supported: no regular expression of a file is run."""
     if not exception.startswith("re:"):
         return exception in module
     place = 0
@@ -103,7 +103,7 @@ def _found(exception: str, module: str) -> bool:
 
 def read_quant_config(raw: Mapping[str, Any], source: str) -> QuantConfig | None:
     """Reads a whole config.json. Returns None if the model is not quantised."""
-    older = raw.get("compression_config")  # what compressed-tensors called it
+    older = raw.get("compression_config")  # the former name in compressed-tensors
     table = raw.get("quantization_config") if older is None else older
     if table is None:
         return None
@@ -156,7 +156,7 @@ class _Table:
         return readers[self.choice("quant_method", METHODS)]()
 
     def mxfp4(self) -> QuantConfig:
-        """Of experts alone, by the names of their tensors (`loading/stacked.py`)."""
+        """Only experts, by the names of their tensors (`loading/stacked.py`)."""
         return QuantConfig("mxfp4", bits=4, group_size=MXFP4_GROUP, modules_to_not_convert=self.names("modules_to_not_convert"))
 
     def awq(self) -> QuantConfig:

@@ -1,10 +1,10 @@
-"""How a layer keeps the weights of its matrix: a scheme, chosen when the layer is built.
+"""How a layer stores the weights of its matrix: a scheme, selected when the layer is built.
 
     params     creates the layer's parameters, uninitialised; the loader fills them by name
     finalize   runs once when they are filled, for example to repack them for the kernels
-    apply      the product itself, in `out` if that is given
-    gated      silu(gate) * up, where the matrix is gate over up
-    rows       rows of the matrix, looked up: an embedding
+    apply      the product itself, in `out` if given
+    gated      silu(gate) * up, if the matrix is gate over up
+    rows       looks up rows of the matrix, as an embedding
 """
 
 from typing import Protocol, cast
@@ -63,18 +63,18 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-# -- codes on the device that computes with them
+# -- quantised weights on the device that computes with them
 #
-# Weights are repacked once when they are loaded (`kernels/device_codes.py` draws the layout) and stay codes. A model built with the
-# scheme `Packed` has no matrices until `loading/loader.py` has read them, so that codes are never held as floats. A matrix that
-# cannot be codes makes its layer an `Unquantized` one, and one of 8-bit floats an `Fp8` one.
+# Weights are repacked once when they are loaded (`kernels/device_codes.py` draws the layout) and stay quantised. A model built with the
+# scheme `Packed` has no matrices until `loading/loader.py` has read them, so that quantised weights never exist as floats. A matrix
+# that cannot be quantised makes its layer an `Unquantized` one, and one of 8-bit floats an `Fp8` one.
 
 CHUNK = 1 << 24  # codes repacked at a time
 
 
 def _without_matrix(layer: nn.Module, out_features: int, bias: bool, dtype: torch.dtype) -> None:
     layer.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
-    layer.dtype = dtype  # type: ignore[assignment]  # a module holds what it likes, which its stub does not know
+    layer.dtype = dtype  # type: ignore[assignment]  # the stub of a module does not allow arbitrary attributes
 
 
 class Packed:

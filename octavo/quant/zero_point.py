@@ -1,11 +1,11 @@
-"""AWQ and GPTQ checkpoints. Both store codes in 32-bit words, in tensors that belong to a module by their names.
+"""AWQ and GPTQ checkpoints. Both store codes in 32-bit words, in tensors whose names start with that of a module.
 
     MODULE.qweight   codes          MODULE.scales   one for each group of input columns and output row
     MODULE.qzeros    zeros          w = scale * (code - zero)
 
-The first code of a word is in its lowest bits. `fold` brings a weight into the packed form (`packed.py`): codes and scales stay
-as they are, and the offset is -scale * zero. float16 holds that exactly if the zero is 0 or a power of two, as in symmetric
-checkpoints; otherwise it is off by at most 2^-11 of itself.
+The first code of a word is in its lowest bits. `fold` converts a weight to the packed form (`packed.py`): codes and scales are
+unchanged, and the offset is -scale * zero. float16 represents that exactly if the zero is 0 or a power of two, as in symmetric
+checkpoints; otherwise its relative error is at most 2^-11.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Described(Protocol):
-    """A tensor, or what a file's header says of one, so that sizes can be checked before anything is read."""
+    """A tensor, or its description in a file header, so that sizes can be checked before anything is read."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -37,15 +37,15 @@ Known = TypeVar("Known", bound=Described)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes that the tensors of a module agree on."""
+    """The common sizes of the tensors of a module."""
 
     n: int
     k: int
     group_size: int  # as published: columns that share a scale
-    group: int  # in the packed form: a published group is made of whole ones
+    group: int  # in the packed form; it divides the published group
 
     def cut(self, name: str, rows: range | None, columns: range | None) -> "Cut":
-        """Returns these rows and columns of the module `name`; None: all. Refuses columns that are no whole groups."""
+        """Returns these rows and columns of the module `name`; None: all. Refuses columns that are not whole groups."""
         rows, columns = rows or range(self.n), columns or range(self.k)
         fitting = (size for size in GROUPS if not (self.group_size % size or columns.start % size or len(columns) % size))
         group = self.group if len(columns) == self.k else next(fitting, None)
@@ -60,18 +60,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Rows and columns of a module. Tensors are views of a file, of which no more than these are copied."""
+    """Rows and columns of a module. Tensors are views of a file, of which only these are copied."""
 
     rows: range
     columns: range
-    groups: Tensor  # of each group in the packed form: the number of the published one
+    groups: Tensor  # for each group of the packed form: the number of the published one
 
     def table(self, published: Tensor) -> Tensor:
-        """Returns scales or zeros [rows, groups in the packed form] out of published ones [groups, n]."""
+        """Returns scales or zeros [rows, groups in the packed form] from published ones [groups, n]."""
         return published[:, self.rows.start : self.rows.stop].index_select(0, self.groups).t().contiguous()
 
     def words(self, per_word: int) -> slice:
-        """Returns the words that hold the rows, where a word holds several. There may be others in the first and the last."""
+        """Returns the words that contain the rows, if a word contains several. The first and the last may contain others, too."""
         return slice(self.rows.start // per_word, -(-self.rows.stop // per_word))
 
     def columns_in(self, per_word: int) -> slice:
@@ -88,7 +88,7 @@ class ZeroPointWeight:
     scale: Tensor  # [n, k / group] float32
     zero: Tensor  # [n, k / group]
     order: Tensor | None = None  # [k] int32
-    scales: str = "scales"  # how the tensor of its scales is called
+    scales: str = "scales"  # the name of the tensor of its scales
 
     def fold(self) -> PackedWeight:
         return pack(f"{self.name}.{self.scales}", self.bits, self.codes, self.scale, -self.scale * self.zero, self.order)
@@ -107,7 +107,7 @@ class ZeroPointWeight:
         return weights if self.order is None else torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
 
     def of_columns(self, columns: range) -> "ZeroPointWeight | None":
-        """Returns the codes of these input columns out of a weight that has an order, or None if they are no whole groups."""
+        """Returns the part of these input columns of a weight that has an order, or None if they are not whole groups."""
         assert self.order is not None
         groups = self.scale.shape[1]
         inside = ((self.order >= columns.start) & (self.order < columns.stop)).view(groups, -1)
@@ -121,7 +121,7 @@ class ZeroPointWeight:
 def take(tensors: Mapping[str, Known], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str) -> Known:
     """Returns the tensor `name`, or raises if its dtype or shape is wrong.
 
-    None in `shape` stands for any size but zero. `why`: where the expected shape comes from, for messages.
+    None in `shape` matches any size except zero. `why`: the origin of the expected shape, for messages.
     """
     tensor = tensors.get(name)
     if tensor is None:
@@ -152,7 +152,7 @@ def codes_of(words: Tensor, bits: int) -> Tensor:
 
 
 def check_awq(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
-    """Returns the sizes of the module `name`, and checks them, from its tensors or their headers."""
+    """Determines and checks the sizes of the module `name`, from its tensors or their headers."""
     words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), "input columns, output rows / 8")
     k, n = words.shape[0], words.shape[1] * 8
     group_size = k if config.group_size == -1 else config.group_size
@@ -178,7 +178,7 @@ def unpack_awq(
 
 
 def _incolumn_order(words: Tensor) -> Tensor:
-    """Returns codes [rows, n]. The first four in a word are those with even numbers, the last four those with odd numbers."""
+    """Returns codes [rows, n]. The first four in a word have even numbers, the last four odd numbers."""
     halves = codes_of(words, 4).view(*words.shape, 2, 4)
     return halves.transpose(-1, -2).reshape(words.shape[0], -1)
 
@@ -186,17 +186,17 @@ def _incolumn_order(words: Tensor) -> Tensor:
 # -- GPTQ (4 and 8 bits)
 #
 #     qweight   int32 [k / codes, n]           a word: 8 (or 4) input columns of one output row, in their order
-#     qzeros    int32 [k / group, n / codes]   a word: 8 (or 4) output rows. The first format stores zeros less one, v2 as they are
+#     qzeros    int32 [k / group, n / codes]   a word: 8 (or 4) output rows. The first format stores zeros minus one, v2 unchanged
 #     scales    float16 [k / group, n]
-#     g_idx     int32 [k]                      the group of each input column; with act-order groups are not neighbours
+#     g_idx     int32 [k]                      the group of each input column; with act-order groups are not contiguous
 #
-# Columns are sorted by their group, and `order` remembers where they came from.
+# Columns are sorted by their group, and `order` contains their original positions.
 
 _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in every code of a word
 
 
 def check_gptq(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
-    """Returns the sizes of the module `name`, and checks them, from its tensors or their headers."""
+    """Determines and checks the sizes of the module `name`, from its tensors or their headers."""
     per_word = 32 // config.bits
     words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), f"input columns / {per_word}, output rows")
     k, n = words.shape[0] * per_word, words.shape[1]
@@ -229,10 +229,10 @@ def unpack_gptq(
 def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
     """Returns the zeros [groups, n]. The first format subtracted one from whole words, with carries, so one is added to whole words.
 
-    `words`: of the whole module, also for a part of it, so that all ranks agree on the format.
+    `words`: of the whole module, even for a part of it, so that all ranks detect the same format.
     """
     stored = codes_of(words, config.bits).flatten(1)
-    # Some writers store symmetric zeros as they are, and still call it the first format.
+        # Some writers store symmetric zeros unchanged, but still declare the first format.
     as_they_are = config.sym and bool((stored == 1 << (config.bits - 1)).all())
     if not config.stored_minus_one or as_they_are:
         return stored
@@ -240,7 +240,7 @@ def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
 
 
 def column_order(group_of: Tensor | None, name: str, layout: Layout) -> Tensor | None:
-    """Returns the columns sorted by group, or None if they are in that order already."""
+    """Returns the columns sorted by group, or None if they are already in that order."""
     in_order = torch.arange(layout.k) // layout.group_size
     if group_of is None or torch.equal(group_of.long(), in_order):
         return None

@@ -1,1 +1,1 @@
-"""The worker room: bytes only. It applies plans; it never chooses an id."""
+"""The worker: it owns the device state and applies plans. It never chooses an id."""

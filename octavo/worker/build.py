@@ -1,8 +1,8 @@
-"""Builds a runner that is ready, out of settled facts: weights, cache, program, shadow, warm-up.
+"""Builds a runner from the runtime config: weights, cache, program, shadow, warm-up.
 
-    native    one call a step, where the library can run the model
-    graph     on a GPU, or on a CPU with the kernels' twins
-    eager     what remains
+    native    one call per step, if the native library supports the model
+    graph     on a GPU, or on a CPU with the reference kernels
+    eager     otherwise
 """
 
 from array import array
@@ -58,12 +58,12 @@ GIB = 2**30
 
 
 def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers: Compilers, shadow: Shadow | None = None) -> ModelRunner:
-    """With `shadow`, every step is proven against a contiguous cache: slow, and exact. `compilers`: for a GPU's kernels"""
+    """With `shadow`, every step is verified bit for bit against a contiguous cache, which is slow. `compilers`: for GPU kernels"""
     if shadow and facts.backend.name == "flashinfer":
         raise ConfigError("--attention-backend flashinfer cannot be verified, for it has no contiguous form: leave it at auto")
     if shadow:
         facts = replace(facts, place=computed_twice(facts.place))
-    torch.set_num_threads(num_threads() if facts.library is None else 1)  # the native library has threads of its own
+    torch.set_num_threads(num_threads() if facts.library is None else 1)  # the native library has its own threads
     if facts.device.type == "cuda":
         _compile_ahead(facts, geometry, compilers)
     stored = _open_stored(facts)
@@ -76,7 +76,7 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
 def build_proven(
     facts: Facts, geometry: CacheGeometry, debug: Debug, compilers: Compilers, verify: bool
 ) -> tuple[ModelRunner, Shadow | None]:
-    """Returns a runner, and its shadow if every step is to be proven."""
+    """Returns a runner, and its shadow if every step is verified."""
     shadow = _make_shadow(facts, geometry) if verify else None
     return build_runner(facts, geometry, debug, compilers, shadow), shadow
 
@@ -103,9 +103,9 @@ def _build(
         runner = ModelRunner(program, sampling, store, table, faults, processed)
     else:
         eager, store = _eager(facts, geometry, stored, table, shadow)
-        # stages have graphs of different shapes, and a step has to be as large on all of them
+        # the stages of a pipeline capture graphs of different shapes, but a step must have the same size on all of them
         graph = _graph(facts, eager) if facts.on_device and facts.place.stage.count == 1 else None
-        # padding writes to the null block, which the kernels' twins read behind a window that gives back; the proof takes no chances
+        # padding writes to the null block, which reference kernels read behind a freed window; verification avoids that case, too
         unpadded = facts.model.several_tables() is not None and (facts.device.type == "cpu" or shadow is not None)
         program = eager if graph is None or unpadded else graph
         runner = ModelRunner(watched_torch(program, eager, shadow) if shadow else program, sampling, store, table, faults, processed)
@@ -115,7 +115,7 @@ def _build(
     give_back_freed_memory()
     _log(facts, geometry)
     warm = facts.device.type == "cuda" and facts.place.stage.count == 1
-    if not warm and not shadow:  # it would compare the warm-up with a cache that has not seen it
+    if not warm and not shadow:  # the shadow would compare the warm-up with a cache that did not see it
         _warm_up(runner, geometry)
     return runner
 
@@ -143,7 +143,7 @@ def _eager(
     with torch.inference_mode(facts.device.type == "cpu"):
         model = _load_model(facts, backend, geometry.max_model_len, stored)
     _log_loading(model, watch)
-    torch.cuda.empty_cache()  # what was held on the way is no part of the plan
+    torch.cuda.empty_cache()  # memory that was held while loading is not in the plan
     store = _reserve(facts, geometry)
     limits = geometry.block_size, facts.config.max_num_batched_tokens
     eager = Eager(model, backend, store.caches, table, *limits, geometry.groups, facts.place)
@@ -151,7 +151,7 @@ def _eager(
 
 
 def _plain_backend(facts: Facts) -> type[AttentionBackend]:
-    """Returns the backend over regions that gives the bits of the one over blocks."""
+    """Returns the contiguous backend that computes the same bits as the paged one."""
     if facts.place.context.size > 1:
         return over_regions(facts.backend, facts.place.context)
     return TritonRegions if facts.on_device else ContiguousBackend
@@ -159,7 +159,7 @@ def _plain_backend(facts: Facts) -> type[AttentionBackend]:
 
 def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, stored: StoredParameters) -> Decoder:
     packed = any(one.codes for one in facts.kept)
-    with facts.device:  # not while files are read: that is done on the host
+    with facts.device:  # only while the model is built: files are read on the host
         model = build_model(facts.model_config, getattr(torch, facts.dtype), backend, facts.comm, max_len, Packed() if packed else None)
         model.keep(facts.place.stage)
     if packed:
@@ -180,13 +180,13 @@ def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
         store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
     else:
         regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
-        store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last is padding's
+        store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last region is for padding
     logger.info("Reserving the KV cache took %.2f seconds", watch.total())
     return store
 
 
 def _open_stored(facts: Facts) -> StoredParameters:
-    """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
+    """Names and shapes are checked against a model on the meta device: a file that does not match uses no memory."""
     config = facts.config
     with torch.device("meta"):
         empty = build_model(facts.model_config, torch.float32, facts.backend, facts.comm, max_len=1)
@@ -206,7 +206,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
 
 
 def _compile_ahead(facts: Facts, geometry: CacheGeometry, compilers: Compilers) -> None:
-    """Kernels are compiled while weights are read."""
+    """Starts compiling kernels while weights are read."""
     shapes = kernel_shapes(facts.model, facts.kept) if facts.place.context.size == 1 else None
     if shapes is None:
         compilers.close()
@@ -227,17 +227,17 @@ def _warm_up_graph(facts: Facts, graph: Graph, runner: ModelRunner, compilers: C
             graph.capture()
             logger.info("Graph capturing took %.2f seconds", watch.total())
         watch = Stopwatch()
-        runner.warm_up(getattr(torch, facts.dtype))  # last: its kernels take longest to compile
+        runner.warm_up(getattr(torch, facts.dtype))  # last, since its kernels take longest to compile
     waited = compilers.seconds_waited
     logger.info("Waiting for kernels to be compiled took %.2f seconds", waited)
     logger.info("Warm-up took %.2f seconds", warm + watch.total() - waited)
 
 
 def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
-    """Ready means warm: runs one prefill, one decode step and their samples, so that the first request pays no one-time costs.
+    """Runs one prefill, one decode step and their sampling, so that the first request pays no one-time costs.
 
-    They take row 0 and the first blocks, which are nobody's, and leave them empty: no digest, count or arrival number of the engine knows
-    of them. A model that cannot run at all shows it here, before anybody is told that it is ready.
+    The warm-up uses row 0 and the first blocks, which are still free, and clears them: no digest, count or arrival number of the engine
+    is affected. A model that cannot run at all fails here, before the engine reports that it is ready.
     """
     watch, size, groups = Stopwatch(), geometry.block_size, geometry.groups
     tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) // len(groups) * size)

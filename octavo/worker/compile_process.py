@@ -1,12 +1,12 @@
-"""The process that compiles kernels for another one, its parent, which starts it in `compilers.py`.
+"""The process that compiles kernels for its parent, which starts it in `compilers.py`.
 
-Reads what is `Wanted` as a line of JSON. Every kernel is called on tensors of the CPU, and what Triton would compile is written
-down instead; then as many processes as are allowed take one after another, the slow ones first. Neither this process nor its
-children start CUDA: a driver that is none says what to compile for. Says, a line each:
+It reads a `Wanted` as a line of JSON. Every kernel is called on CPU tensors, and a hook records the compilations that Triton would
+start. Then up to the given number of processes take the jobs one by one, the slow ones first. Neither this process nor its children
+start CUDA: a stub driver names the GPU to compile for. It prints one line for each event:
 
-    all NAME...         what will come
-    done NAME           it lies in Triton's cache
-    failed NAME why     or it does not
+    all NAME...         the kernels that will be compiled
+    done NAME           the kernel is in Triton's cache
+    failed NAME why     it could not be compiled
 """
 
 import json
@@ -34,11 +34,11 @@ SLOW = (  # slowest first
     "decode", "fp8_tiles", "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
-MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
+MOST_LETTERS = 1000  # of an error: a line must be written to the pipe in one piece
 
 
 class NoGPU:
-    """A driver that names the GPU to compile for, and can do nothing else."""
+    """A stub driver that names the GPU to compile for and supports nothing else."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -60,14 +60,14 @@ class Job:
 
 
 def find_jobs(wanted: Wanted) -> tuple[list[Job], list[str]]:
-    """Returns one job for each kernel to compile, slow ones first, and why some may be missing."""
+    """Returns one job for each kernel to compile, slow ones first, and errors that may have hidden some."""
     found: dict[str, Job] = {}
     troubles = []
 
     def write_down(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         name = variant(fn, key)
         found[name] = Job(name, partial(compile_kernel, fn.jit_function, compile["specialization_data"]))
-        return True  # that is, do not compile it now
+        return True  # do not compile it now
 
     driver.set_active(NoGPU(wanted.capability))
     knobs.runtime.jit_cache_hook = write_down
@@ -87,13 +87,13 @@ def _slowness(name: str) -> int:
 
 
 def compile_kernel(function: Any, specialization: str) -> None:
-    """Compiles a kernel to machine code, and the small C library that launches it. Both go into the cache."""
+    """Compiles a kernel to machine code, and the small C library that launches it. Both are stored in the cache."""
     kernel = function.preload(specialization)
     CudaLauncher(kernel.src, kernel.metadata)
 
 
 def compile_all(jobs: list[Job], processes: int, results: int) -> None:
-    """Runs all jobs in several processes. A pipe holds the numbers of the jobs, a byte each, and a free process takes the next."""
+    """Runs all jobs in several processes. A pipe holds the job numbers, one byte each, and an idle process takes the next."""
     queue, filling = os.pipe()
     os.write(filling, bytes(range(len(jobs))))
     os.close(filling)
@@ -108,7 +108,7 @@ def _fork(task: Callable[[], None]) -> int:
         try:
             task()
         finally:
-            os._exit(0)  # never on into what the parent does next
+            os._exit(0)  # the child must not continue with the parent's code
     return pid
 
 
@@ -142,10 +142,10 @@ def read_wanted(line: str) -> Wanted:
 def main(parent: int) -> None:
     die_with(parent)
     results = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of compilers must not mix with results
     torch.set_num_threads(1)
     kernel_keys()
-    triton_key()  # hashes all of Triton: once, before there are children
+    triton_key()  # hashes all of Triton: once, before children are forked
     line = sys.stdin.readline()
     if line and not knobs.runtime.interpret:
         wanted = read_wanted(line)

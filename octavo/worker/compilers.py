@@ -1,10 +1,10 @@
-"""Has kernels compiled by other processes while this one imports torch, starts CUDA and reads weights.
+"""Compiles kernels in other processes while this one imports torch, starts CUDA and reads weights.
 
-    here     starts it | torch, CUDA | says what is wanted | weights | the warm-up: waits for each kernel it calls, if need be
-    there    torch, triton ..........| a kernel each, many processes at once, into Triton's cache on disk ....
+    this process     starts it | torch, CUDA | sends `Wanted`    | weights | warm-up: waits for each kernel it calls, if necessary
+    the compilers    torch, triton ..........| one kernel per process at a time, into Triton's cache on disk ....
 
-It is one process, which forks the others (`compile_process.py`): this one, where CUDA runs, is never forked. None of them starts
-CUDA or outlives this one. What they do not get done is compiled here when it is first called: that costs time, nothing else.
+One process is started, which forks the others (`compile_process.py`): this process, which runs CUDA, is never forked. None of them
+starts CUDA or outlives this one. Kernels that they do not finish are compiled here on their first call, which only costs time.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from octavo.log import Stopwatch, logger
 from octavo.policy.description import Experts, LayerShape, ModelDescription
 from octavo.policy.model_size import Codes, Kept
 
-DRIVER = "driver"  # what Triton itself needs to launch anything
-EXPERTS = "experts_"  # what names of stacks begin with
-SEEN, DONE, FAILED = "all", "done", "failed"  # what a line from there begins with
+DRIVER = "driver"  # the part of Triton that launches kernels
+EXPERTS = "experts_"  # prefix of the names of expert matrices
+SEEN, DONE, FAILED = "all", "done", "failed"  # first word of a line from the compile process
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """All that decides which kernels there are."""
+    """Everything that determines which kernels are compiled."""
 
     shapes: KernelShapes
     dtype: str
@@ -46,7 +46,7 @@ class Wanted:
 
 
 def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | None:
-    """Returns what to compile for this model, or None if its layers are of a kind that other kernels compute. `kept`: its matrices"""
+    """Returns the kernels to compile for this model, or None if its layers use kernels of another kind. `kept`: its matrices"""
     mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
     layer, alike = model.layers[0], {replace(mixer, window=None, rope=None) for mixer in mixers}
     if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
@@ -84,7 +84,7 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
 
 
 def _differs(layer: LayerShape, first: LayerShape) -> bool:
-    """Whether kernels of another kind are called for it, or other ones than for the first."""
+    """Whether a layer calls kernels of another kind, or other ones than the first layer."""
     own, other = (replace(one, mixer=first.mixer) for one in (layer, first))
     return own != other or layer.parallel or layer.norm.kind != "rms"
 
@@ -102,28 +102,28 @@ def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> Exp
 
 
 def _table(form: Codes) -> tuple[bool, bool]:
-    """Returns whether there is one, and whether it is that of MXFP4."""
+    """Returns whether there is a table, and whether it is that of MXFP4."""
     return bool(form.table), form.table == "FP4"
 
 
 def variant(function: Any, key: str) -> str:
-    """Returns the name that both sides use for a kernel. `function`, `key`: from Triton's hook; a key is types, constants and options."""
+    """Returns a kernel's name for both sides. `function`, `key`: from Triton's hook; a key contains types, constants and options."""
     return f"{function.module}.{function.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 class Compilers:
-    """The processes that compile. Without any, kernels are compiled in this process."""
+    """The compile processes. If there are none, kernels are compiled in this process."""
 
     def __init__(self, process: "subprocess.Popen[str] | None" = None) -> None:
         self.seconds_waited = 0.0
         self._process = process
         self._asked = ""
-        self._known: set[str] | None = None  # None: it has not said yet
+        self._known: set[str] | None = None  # None: the list has not arrived yet
         self._coming: set[str] = set()
 
     @classmethod
     def start(cls) -> "Compilers":
-        """Starts them in a process group of their own, so that Ctrl-C does not reach them and all can be ended at once."""
+        """Starts them in a separate process group, so that Ctrl-C does not reach them and all can be killed at once."""
         words = command("octavo.worker.compile_process", "main", os.getpid())
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
@@ -133,18 +133,18 @@ class Compilers:
             return cls()
 
     def compile(self, wanted: Wanted) -> None:
-        """Makes them begin, and returns at once."""
+        """Starts the compilation, and returns at once."""
         self._asked = json.dumps(asdict(wanted))
         if self._process is None or self._process.stdin is None:
             return
         try:
             os.write(self._process.stdin.fileno(), self._asked.encode() + b"\n")
-        except OSError as error:  # it has died
+        except OSError as error:  # the process has died
             logger.debug("Kernels are not compiled ahead: %r", error)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """A context in which the first call of a kernel waits until it is compiled. By its end, every kernel must have been called."""
+        """A context in which the first call of a kernel waits until it is compiled. Every kernel must be called before the context ends."""
         from triton import knobs
 
         mark = self._mark()
@@ -163,12 +163,12 @@ class Compilers:
             mark.touch()
 
     def close(self) -> None:
-        """Ends the processes, whatever they do."""
+        """Kills the processes, in any state."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:  # closes pipes, and waits
+        with self._process:  # closes the pipes, and waits
             self._process = None
 
     def __enter__(self) -> "Compilers":
@@ -178,7 +178,7 @@ class Compilers:
         self.close()
 
     def _mark(self) -> Path:
-        """Returns a file in Triton's cache. If it is there, all that is wanted was compiled before, and nothing is waited for."""
+        """Returns a marker file in Triton's cache. If it exists, all wanted kernels were compiled before, and nothing is waited for."""
         from triton import knobs
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import triton_key
@@ -193,7 +193,7 @@ class Compilers:
             self._wait_for(variant(fn, key))
 
     def _wait_for(self, name: str) -> None:
-        """Waits until a kernel is in the cache, or is known not to come."""
+        """Waits until a kernel is in the cache, or will certainly not be compiled."""
         watch = Stopwatch()
         while (self._known is None or name in self._coming) and self._hear():
             pass
@@ -202,7 +202,7 @@ class Compilers:
             logger.debug("Not compiled ahead: %s", name)
 
     def _hear(self) -> bool:
-        """Reads one line. Returns false if no more will come."""
+        """Reads one line. Returns False if no more will follow."""
         assert self._process is not None and self._process.stdout is not None
         word, _, rest = self._process.stdout.readline().rstrip("\n").partition(" ")
         if word == SEEN:
@@ -213,6 +213,6 @@ class Compilers:
             self._coming.discard(name)
             if word == FAILED:
                 logger.debug("Compiling ahead failed: %s: %s", name, why)
-        else:  # it has ended
+        else:  # the process has ended
             self._known, self._coming = self._known or set(), set()
         return bool(word)

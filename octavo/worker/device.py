@@ -1,10 +1,10 @@
-"""Decides where Octavo computes and where it does not run, by pure functions of what was found, so that tests need no such machine.
+"""Selects the device, or refuses a platform, by pure functions of what was detected, so that tests need no such machine.
 
     Linux on x86-64 and aarch64, also under WSL2     supported and tested
     macOS, others                                    the portable path: plain torch, not tested
     native Windows, ROCm, MPS                        refused in one line
 
-A GPU is used where torch sees one of NVIDIA's, of compute capability 8.0 or more, and Triton is installed.
+A GPU is used if torch detects one from NVIDIA of compute capability 8.0 or higher, and Triton is installed.
 """
 
 import importlib.metadata
@@ -23,10 +23,10 @@ from octavo.worker.compilers import Compilers
 
 GIB = 2**30
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in the matrix units, asynchronous copies
-GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/wsl/lib/libcuda.so.1"), Path("/dev/nvmap"))  # a Jetson's
-DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # has a folder for each
+GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/wsl/lib/libcuda.so.1"), Path("/dev/nvmap"))  # Jetson
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # contains one folder per GPU
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
-CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
+CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the default build has CUDA
 TRITON = "pip install triton"
 TOOLS = "apt install gcc python3-dev"
 
@@ -46,13 +46,13 @@ def torch_build() -> TorchBuild:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """An NVIDIA GPU as torch sees it."""
+    """An NVIDIA GPU as reported by torch."""
 
     name: str
     capability: tuple[int, int]
     total: int  # bytes
-    free: int  # of them, held by no process; where memory is unified, less what the system would give up of its file cache
-    unified: bool = False  # its memory is the CPU's: Jetson, GB10. Grace Hopper is not: its GPU has memory of its own
+    free: int  # bytes that no process uses; with unified memory, without the file cache that the system could free
+    unified: bool = False  # it shares the CPU's memory: Jetson, GB10. Grace Hopper does not: its GPU has its own memory
 
     def __str__(self) -> str:
         major, minor = self.capability
@@ -63,20 +63,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything that decides where to compute."""
+    """Everything that determines the device."""
 
     build: TorchBuild
-    signs: bool  # of an NVIDIA GPU, whether torch sees it or not
+    signs: bool  # of an NVIDIA GPU, whether or not torch detects it
     gpu: Gpu | None = None
-    trouble: str = ""  # what CUDA said where it did not start
-    visible: str | None = None  # the GPUs CUDA may show us, where they were named
+    trouble: str = ""  # the error of CUDA if it did not start
+    visible: str | None = None  # the GPUs that CUDA may show this process, if listed
     triton: str | None = None  # its version
 
 
 @dataclass(frozen=True, slots=True)
 class Lack:
     what: str
-    help: str = ""  # the command that helps, where one does
+    help: str = ""  # the command that helps, if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Choice:
 
 
 def device_here(asked: str) -> Choice:
-    """Returns where this process will compute. The GPU is not touched if the CPU was asked for."""
+    """Returns the device of this process. The GPU is not touched if the CPU was requested."""
     build = torch_build()
     if refusal := platform_refusal(platform.system()) or torch_refusal(build):
         raise ConfigError(refusal)
@@ -98,23 +98,23 @@ def device_here(asked: str) -> Choice:
 
 
 def find() -> Found:
-    """Returns what this machine has. If torch can, this starts CUDA."""
+    """Detects what this machine has. This starts CUDA if torch can."""
     gpu, trouble = torch_gpu()
     return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"))
 
 
 def nvidia_signs() -> bool:
-    """Whether the system knows of a GPU, usable or not."""
+    """Whether the system reports a GPU, usable or not."""
     return any(sign.exists() for sign in GPU_SIGNS)
 
 
 def compilers_for(asked: str) -> Compilers:
-    """Returns processes that compile a GPU's kernels while this one starts, or none if there can be no GPU to compute on."""
+    """Returns processes that compile GPU kernels while this one starts, or none if no GPU can be used."""
     return Compilers.start() if asked != "cpu" and nvidia_signs() and _version("triton") else Compilers()
 
 
 def torch_gpu() -> tuple[Gpu | None, str]:
-    """Returns torch's default GPU, or None and why there is none."""
+    """Returns torch's default GPU, or None and the reason why there is none."""
     import torch
 
     try:
@@ -122,13 +122,13 @@ def torch_gpu() -> tuple[Gpu | None, str]:
         device = torch.cuda.current_device()  # 0, or that of a rank
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
-    except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old, or none that CUDA_VISIBLE_DEVICES shows
+    except (RuntimeError, AssertionError) as error:  # no driver, or too old, or hidden by CUDA_VISIBLE_DEVICES
         return None, " ".join(str(error).split()).partition(". ")[0][:200]
     return Gpu(properties.name, (properties.major, properties.minor), total, free, bool(properties.is_integrated)), ""
 
 
 def missing_tools() -> str:
-    """Returns the tools that Triton lacks to build kernel launchers. It needs none if its cache has them, or CC names a compiler."""
+    """Returns the tools that Triton lacks to build kernel launchers. It needs none if its cache has them or CC names a compiler."""
     scheme = sysconfig.get_default_scheme()
     headers = os.path.join(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
     compiler = shutil.which("gcc") or shutil.which("clang")
@@ -143,7 +143,7 @@ def _version(library: str) -> str | None:
 
 
 def native_level() -> tuple[str | None, str]:
-    """Returns the best level of the native kernels on this machine, or None and why there is none."""
+    """Returns the best level of the native kernels on this machine, or None and the reason why there is none."""
     from octavo.kernels.cpu.library import find_library
 
     library = find_library()
@@ -151,7 +151,7 @@ def native_level() -> tuple[str | None, str]:
 
 
 def level_used(config: EngineConfig) -> str | None:
-    """Returns the level at which the native program will run, unless a check at start drops it, or None if torch computes."""
+    """Returns the level at which the native program will run, unless a start-up check rejects it, or None if torch computes."""
     if not config.wants_native:
         return None
     best, _ = native_level()
@@ -167,7 +167,7 @@ def torch_refusal(build: TorchBuild) -> str | None:
 
 
 def take_gpus(engine: int, engines: int, ranks: int) -> None:
-    """Lets this process see the GPUs of one of several engines, a GPU for each of its ranks. Without GPUs it does nothing."""
+    """Makes only the GPUs of one of several engines visible to this process, one per rank. Without GPUs it does nothing."""
     gpus = _gpus()
     if not gpus:
         return
@@ -180,14 +180,14 @@ def take_gpus(engine: int, engines: int, ranks: int) -> None:
 
 
 def _gpus() -> list[str]:
-    """Returns the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the GPUs that this process may see, by their names in CUDA_VISIBLE_DEVICES."""
     if (visible := visible_gpus()) is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     return [str(number) for number, _ in enumerate(DRIVER_GPUS.glob("*"))]
 
 
 def choose_device(asked: str, found: Found) -> Choice:
-    """Returns the device and why, with a hint if a GPU lies idle."""
+    """Returns the device and the reason, with a hint if a GPU is left unused."""
     if asked == "cpu":
         return Choice("cpu", "as asked for")
     lack = missing(found)
@@ -200,7 +200,7 @@ def choose_device(asked: str, found: Found) -> Choice:
 
 
 def missing(found: Found) -> Lack | None:
-    """Returns what keeps us from computing on a GPU, or None."""
+    """Returns why no GPU can be used, or None."""
     if found.gpu is None and not found.signs:
         return Lack("no NVIDIA GPU was found")
     if found.build.cuda is None:
@@ -218,6 +218,6 @@ def missing(found: Found) -> Lack | None:
 
 
 def start_lines(choice: Choice) -> list[str]:
-    """Returns the log lines about this machine at start."""
+    """Returns the start-up log lines about this machine."""
     note = platform_note(platform.system(), platform.machine())
     return [f"Device: {choice}", *([f"Platform: {note}"] if note else [])]

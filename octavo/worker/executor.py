@@ -1,9 +1,9 @@
-"""The executor: how plans reach a runner and results come back.
+"""The executor interface: how plans reach a runner and how results come back.
 
     forward(plan)    sample(masks) -> Promise    stop()
 
-Plans are carried out one at a time, in order. On the CPU forward computes before it returns, and the promise is kept already; a
-device computes while the caller goes on, and the promise waits for it.
+Plans are executed one at a time, in order. On the CPU `forward` computes before it returns, and the promise is already fulfilled. A
+device computes while the caller continues, and the promise waits for it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.messages import StepPlan, StepResult
 
-Masks = NDArray[np.int32]  # [mask_rows of a plan, words]: a bit for each id that may come next, least significant first
+Masks = NDArray[np.int32]  # [mask_rows of a plan, words]: one bit per id that is allowed next, least significant first
 
 
 class Promise(Protocol):
@@ -24,7 +24,7 @@ class Promise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A promise with nothing to wait for."""
+    """A promise whose result is already available."""
 
     made: StepResult
 
@@ -36,7 +36,7 @@ class Executor(Protocol):
     def forward(self, plan: StepPlan) -> None: ...
 
     def sample(self, masks: Masks | None = None) -> Promise:
-        """Samples from the plan last forwarded. `masks` are those of its mask_rows."""
+        """Samples for the plan that was forwarded last. `masks`: for its mask_rows"""
 
     def stop(self) -> None:
         """Frees everything."""

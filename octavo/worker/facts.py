@@ -1,4 +1,4 @@
-"""What a start settles before anything is loaded: device, dtype, programs, backend, and what the weights become."""
+"""The runtime config, resolved at start before anything is loaded: device, dtype, programs, backend, storage format of the weights."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -36,25 +36,25 @@ from octavo.worker.program import ALONE, Place
 class Facts:
     config: ResolvedConfig
     source: ModelSource
-    place: Place  # among the other ranks, where the model is split
-    layers: range  # of the whole model, that this rank has
+    place: Place  # its rank context, if the model is split
+    layers: range  # of the whole model, on this rank
     whole: ModelConfig
-    model_config: ModelConfig  # of this rank, as all that follows
+    model_config: ModelConfig  # of this rank, like all that follows
     model: ModelDescription
     device: torch.device
-    on_device: bool  # kernels of a GPU compute, or on a CPU their twins
+    on_device: bool  # GPU kernels compute, or the reference kernels on a CPU
     library: NativeLibrary | None  # native kernels compute
     dtype: str
     needs: ModelNeeds
     all_needs: list[ModelNeeds]  # of each stage of the pipeline
-    kept: list[Kept]  # what becomes of each matrix, where codes are computed with
+    kept: list[Kept]  # the storage format of each matrix, if quantised weights are used directly
     shape: ModelShape
     backend: type[AttentionBackend]
-    engines: int = 1  # of the whole model, that share the memory of this host
+    engines: int = 1  # engines with the whole model that share this host's memory
 
     @property
     def form(self) -> str:
-        """Whose codes floats become."""
+        """The device whose quantised format floats are converted to."""
         return "cuda" if self.on_device else "cpu"
 
     @property
@@ -68,13 +68,13 @@ class Facts:
         return self.place.comm
 
     def fingerprint(self) -> bytes:
-        """Returns what identifies the weights."""
+        """Returns an identifier of the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
 
     def plan_cache(self, alike: bool = True) -> CacheGeometry:
-        """Counts what fits, before anything is loaded. A refusal says which setting to change.
+        """Computes how much cache fits, before anything is loaded. A refusal names the setting to change.
 
-        `alike`: all ranks share the memory that this one finds, so it counts for all stages; else each counts for itself
+        `alike`: all ranks share the memory that this one detects, so it plans for all stages; otherwise each plans for itself
         """
         needs = self.all_needs if alike else [self.needs]
         shares = (self.place.on_host or self.config.num_ranks) * (self.engines if self.device.type == "cpu" else 1)
@@ -82,12 +82,12 @@ class Facts:
         return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
-        """Returns the cache that all ranks have, with the layers of this one."""
+        """Returns the common cache geometry, with the layers of this rank."""
         groups = self.needs.groups
         return replace(geometry, groups=groups, bytes_per_token=token_bytes(self.needs.specs, groups))
 
     def warn_of_floats(self) -> None:
-        """Logs which matrices should be codes and cannot be."""
+        """Logs which matrices should be quantised but cannot be."""
         asked = self.config.quantization
         wanted = [one for one in self.kept if asked in ("int8", "int4") or self.shape.expands(one, asked)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
@@ -97,7 +97,7 @@ class Facts:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
     def tell_of_fp8(self) -> None:
-        """Logs how many matrices stay 8-bit floats, and what they are multiplied by."""
+        """Logs how many matrices stay 8-bit floats, and the dtype of the other factor."""
         count = sum(one.codes is not None and one.codes.fp8_span > 0 for one in self.kept)
         if not count:
             return
@@ -108,12 +108,12 @@ class Facts:
 
 
 def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE) -> Facts:
-    """Settles everything that needs no weights, in the order in which one thing decides on the next.
+    """Resolves everything that does not depend on the weights, in the order of the dependencies.
 
-    `place`: of a rank, where the model is split; the facts are then those of this rank.
+    `place`: the rank context if the model is split; the result is then that of this rank.
     """
     sizes = place.comm.size, place.context.size, config.expert_ranks
-    stage, own = place.stage, rank_config(whole, *sizes)  # before anything is looked at: it may not be possible
+    stage, own = place.stage, rank_config(whole, *sizes)  # first, since it may be refused
     device = _choose_device(config)
     settled = suited(resolved(debug.overrule(config), device), describe(own))
     on_device = device == "cuda" or debug.runner == "device"
@@ -149,7 +149,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
 
 
 def _meets_natively(place: Place) -> bool:
-    """Whether the native step can meet the other ranks: inside of it they meet in shared memory."""
+    """Whether the native step can communicate with the other ranks: it supports only shared memory."""
     if place.comm.size == 1 or isinstance(place.comm, SharedMemoryComm):
         return True
     if place.comm.rank == 0:
@@ -158,12 +158,12 @@ def _meets_natively(place: Place) -> bool:
 
 
 def _features(model: ModelDescription) -> frozenset[str]:
-    """Returns what all layers together ask of their mixers."""
+    """Returns the mixer features that the layers need, all together."""
     return frozenset(name for layer in model.kinds for name in layer.mixer.features)
 
 
 def _captures(place: Place) -> bool:
-    """Whether steps of a GPU can be captured: ranks that meet by way of the host have to wait for the device."""
+    """Whether steps can be captured on a GPU: ranks that communicate through the host must wait for the device."""
     if place.stage.count == 1 and not isinstance(place.comm, GlooComm):
         return True
     logger.info("CUDA graphs are off: ranks meet by way of the host")
@@ -189,9 +189,9 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
 
 
 def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, ...], computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are, or of random ones.
+    """Returns the shape of the stored weights, or of random ones.
 
-    `ranks`: that share the model, that share a context, and that have whole experts each
+    `ranks`: the number of ranks that split the model, that share a context, and that have whole experts
     """
     if config.load_format == "dummy":
         return dummy_shape(source, model).of_rank(*ranks)

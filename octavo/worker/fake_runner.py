@@ -1,16 +1,16 @@
 """FakeKV: a runner without weights in which any paging mistake changes the text.
 
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
-    next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
-                          no end of a bad word, and of a masked row only what the mask allows
-    several a step:       up to `row_tokens`, as if each had been computed before the next; a masked row gets one
-    logprobs:             a hash over every h, too, says which token is the best, how likely it is, and how much less the next ids are;
-                          in prompts every token is as likely as any other
+    next token:           a hash over every h read through the table, and the noise key (none if greedy); no end id before min_tokens,
+                          no last id of a bad word, and for a masked row only ids that the mask allows
+    several per step:     up to `row_tokens`, each as if it had been computed before the next; a masked row gets one
+    logprobs:             another hash over every h determines the best token, its logprob, and how much less the next ids have;
+                          in prompts all tokens are equally likely
 
-A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
-computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
-Every further cache group holds the same as the first, and has to: whatever its window sees is compared, and a block that was given
-back must not be read.
+A wrong block, a stale block, a wrong parent, a lost token or an error at a block boundary changes the text at once. `expected`
+computes the same over a plain list. Slots are `None` at first and in poisoned rows: reading one makes the row bad, as NaN would.
+Every further cache group must hold the same as the first: everything its window sees is compared, and a freed block must not be
+read.
 """
 
 from array import array
@@ -38,7 +38,7 @@ def _mix(previous: int, token: int, position: int) -> int:
 
 
 def _of_group(number: int, entry: int) -> int:
-    """Returns what a cache group keeps of an entry: a different number in each group, so that a block of the wrong group shows."""
+    """Returns the value that a cache group stores for `entry`. It differs between groups, so that a wrong group's block is detected."""
     return entry ^ number
 
 
@@ -60,13 +60,13 @@ def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Co
 
 
 def _even(count: int, vocab_size: int) -> TokenLogprobs:
-    """Returns logprobs in which all tokens are equally likely, with `count` best ones, lower ids first."""
+    """Returns logprobs in which all tokens are equally likely, and the `count` best, lower ids first."""
     ids, logprob = tuple(range(min(count, vocab_size))), -log(vocab_size)
     return TokenLogprobs(logprob, 1, ids, (logprob,) * len(ids))
 
 
 def ranked(entries: Sequence[int], token: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """Returns the logprob of a token after these entries, and the best `count`: the best id, and those that follow it in their order."""
+    """Returns the logprob of a token after these entries, and the best `count`: the best id, followed by the next higher ids."""
     drawn, ranks = hash((1, *entries)), range(min(count, vocab_size))
     best, fall, rank = drawn % vocab_size, 0.1 + drawn % 9973 / 9973, (token - drawn) % vocab_size
     first = -0.05 - drawn // 9973 % 9973 / 9973
@@ -75,7 +75,7 @@ def ranked(entries: Sequence[int], token: int, count: int, vocab_size: int) -> T
 
 
 def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:
-    """Returns the ids that may not follow this output."""
+    """Returns the ids that must not follow this output."""
     barred = {word[-1] for word in bad_words if list(output[len(output) - len(word) + 1 :]) == word[:-1]}
     return barred | set(end_ids) if len(output) < min_tokens else barred
 
@@ -91,7 +91,7 @@ def expected(
     bad_words: list[list[int]] | None = None,
     output: Sequence[int] = (),
 ) -> list[int]:
-    """Returns `count` tokens after `prompt`, computed without blocks. `output`: the first of them, if they were chosen elsewhere"""
+    """Returns `count` tokens after `prompt`, computed without blocks. `output`: the first tokens, if they were sampled elsewhere"""
     entries: list[int] = []
     previous, tokens = _root(root), [*prompt, *output]
     while len(tokens) < len(prompt) + count:
@@ -106,7 +106,7 @@ def expected(
 @dataclass(slots=True)
 class _Row:
     tokens: "array[int]"
-    tables: list[list[int]]  # one for each cache group
+    tables: list[list[int]]  # one per cache group
     root: int
     noise: NoiseKey
     end_ids: tuple[int, ...]
@@ -147,9 +147,9 @@ class FakeRunner:
         self.spans = [group.links * geometry.block_size for group in geometry.groups]
         self.blocks: list[list[Slot]] = [[None] * max(self.spans) for _ in range(geometry.num_blocks)]
         self.rows: dict[int, _Row] = {}
-        self.num_computed = 0  # positions, over all steps
+        self.num_computed = 0  # positions computed in all steps
         self._plan = StepPlan(0)
-        self._entries: list[list[int] | None] = []  # what each entry of the plan read
+        self._entries: list[list[int] | None] = []  # the values that each scheduled row read
 
     def stop(self) -> None:
         self.blocks, self.rows = [], {}
@@ -185,7 +185,7 @@ class FakeRunner:
         return Kept(result)
 
     def _sample(self, row: _Row, entries: list[int] | None, mask: Masks | None) -> list[int]:
-        """Draws the tokens that follow, and adds them to the row."""
+        """Samples the next tokens, and appends them to the row."""
         if entries is None:
             row.tokens.append(0)
             return [0]
@@ -198,17 +198,17 @@ class FakeRunner:
         return tokens
 
     def _logprobs(self, count: int, tokens: list[int], entries: list[int], known: int) -> list[TokenLogprobs]:
-        """Returns what is said of each token. entries: of the tokens too, behind the first `known`"""
+        """Returns the logprobs of each token. `entries`: also of the tokens, after the first `known`"""
         return [ranked(entries[: known + at], token, count, self.vocab_size) for at, token in enumerate(tokens)]
 
     def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
-        """Returns the logprobs of the prompt's tokens after those that were computed."""
+        """Returns the logprobs of the prompt tokens after the computed positions."""
         wanted, reach = row.params.prompt_logprobs, min(start + count, row.num_prompt - 1)
         return None if wanted is None or reach <= start else (start + 1, [_even(wanted, self.vocab_size)] * (reach - start))
 
     def _apply_rows(self, plan: StepPlan) -> None:
         changed = [fork.row for fork in plan.row_forks] + [write.row for write in plan.row_writes]
-        if len(changed) > len(set(changed)):  # a device makes all these changes at once, in no order
+        if len(changed) > len(set(changed)):  # a device makes all these changes at once, in no particular order
             raise EngineError(f"rows {sorted(changed)}: one is written twice in step {plan.step}")
         forked = [self.rows[fork.source].copy(fork.noise) for fork in plan.row_forks]  # all reads before any write
         for fork, row in zip(plan.row_forks, forked, strict=True):
@@ -229,7 +229,7 @@ class FakeRunner:
                 raise EngineError(f"row {row_id}: block for index {index}, table has {len(table)}")
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int] | None:
-        """Writes the new entries. Returns every entry of the row, or None if one of them was never written."""
+        """Writes the new slots. Returns every slot of the row, or None if one of them was never written."""
         self.num_computed += count
         (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
@@ -247,7 +247,7 @@ class FakeRunner:
         return entries
 
     def _read(self, row: _Row, number: int, first: int, end: int) -> list[Slot]:
-        """Returns what a group holds at these positions."""
+        """Returns the slots of a group at these positions."""
         span, table = self.spans[number], row.tables[number]
         start = first // span
         blocks = table[start : -(-end // span)]

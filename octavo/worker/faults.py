@@ -1,4 +1,4 @@
-"""Fault points of the engine. Only tests switch them on; otherwise they do nothing."""
+"""Fault points of the engine. Only tests enable them; otherwise they do nothing."""
 
 import os
 import signal
@@ -21,15 +21,15 @@ class Faults:
             raise EngineError(f"fault point forward.raise at step {step}")
 
     def poisons(self, step: int, entry: int) -> bool:
-        """Whether this plan entry is to come out not finite."""
+        """Whether this scheduled row must produce values that are not finite."""
         return step == self._debug.forward_nan and entry == 0
 
     def spoils_id(self, step: int) -> bool:
-        """Whether the first sample of the step is to be an id outside the vocabulary."""
+        """Whether the first sample of the step must be an id outside the vocabulary."""
         return step == self._debug.sample_bad_id
 
     def on_the_way(self, number: int, frame: bytes) -> bytes:
-        """Returns what arrives of a frame of news."""
+        """Returns what arrives of a frame of updates."""
         if number == self._debug.ipc_drop:
             return b""
         if number == self._debug.ipc_truncate:

@@ -1,10 +1,10 @@
-"""Ranks of one host that have a GPU each, as their parent sees them: processes as on a CPU, which meet through NCCL.
+"""Ranks of one host with one GPU each, as seen by the parent: processes as on a CPU, which communicate through NCCL.
 
     rank 0     the first GPU, in the engine's own process
-    rank r     GPU r of those that CUDA shows
+    rank r     the r-th GPU that CUDA shows
 
-Stages of a pipeline hand hidden states on by way of the host, so that their steps are not captured.
-`OCTAVO_DEBUG=comm=gloo` lets all ranks share the first GPU, and meet through connections of this host: for the text, not for speed.
+Stages of a pipeline pass hidden states through the host, so their steps are not captured.
+With `OCTAVO_DEBUG=comm=gloo` all ranks share the first GPU and communicate through local connections: to test results, not speed.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ from octavo.worker.rank_process import RankOrders
 
 
 def check_gpus(config: EngineConfig, debug: Debug) -> None:
-    """Refuses more ranks than there are GPUs, before anything starts."""
+    """Refuses more ranks than GPUs, before anything starts."""
     there = torch.cuda.device_count()
     if config.num_ranks > there and debug.comm != "gloo":
         asked = f"tensor_parallel_size {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
@@ -32,12 +32,12 @@ def check_gpus(config: EngineConfig, debug: Debug) -> None:
 
 
 def alone_with_nccl() -> Place:
-    """Returns the place of a rank that is alone and calls NCCL all the same, to measure what that costs."""
+    """Returns the rank context of a single rank that calls NCCL nevertheless, to measure its cost."""
     return Place(NcclComm.join(str(Path(tempfile.mkdtemp(prefix="octavo-")) / "store"), 0, 1))
 
 
 class GpuMeeting(HostMeeting):
-    alike = False  # GPUs may differ, and other processes may hold some of their memory
+    alike = False  # GPUs may differ, and other processes may use some of their memory
 
     def __init__(self, config: EngineConfig, debug: Debug) -> None:
         check_gpus(config, debug)

@@ -1,14 +1,14 @@
-"""`Graph`: steps of a few shapes, captured as CUDA graphs and replayed: launching a step is then one call.
+"""`Graph`: steps of a few shapes, captured as CUDA graphs and replayed, so that launching a step is one call.
 
-A step is padded to the next shape; what is padding computes on the null block and ends nowhere. Steps larger than any shape run
-kernel by kernel, which costs them nothing: the device computes for longer than the host takes to launch them
-(`policy/gpu_size.py` says from where on).
+A step is padded to the next larger shape; padding computes on the null block and its results are not stored. Steps larger than any
+shape run kernel by kernel at no extra cost: the device computes for longer than the host takes to launch them
+(`policy/gpu_size.py` has the threshold).
 
-    decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
-    mixed    by 256 to 2048 tokens, then 4096 8192, as far as that holds; as many entries as there are rows, in small ones half as many
+    decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as rows
+    mixed    by 256 to 2048 tokens, then 4096 8192, up to the limit; as many rows as the table has, in small shapes half as many
 
-Where rows read keys in teams a step has one kernel more in each layer. Mixed steps always have it. For decode steps there are shapes with
-it, some larger than need be, and the others have none.
+With cascade (shared-prefix) groups a step has one more kernel in each layer. Mixed steps always have it. For decode steps there are
+shapes with it, in coarser sizes, and shapes without it.
 """
 
 from bisect import bisect_left
@@ -23,9 +23,9 @@ from octavo.quant.schemes import Unquantized
 from octavo.worker.program import Eager, Forward, Shape
 
 MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)
-IN_TEAMS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # entries of steps whose rows read keys together
-FEW = 8  # entries of the largest step whose rows never do
-SMALL = 512  # tokens: a lone prompt should not wait for logits of rows that are not there
+IN_TEAMS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # rows of decode shapes with shared-prefix groups
+FEW = 8  # rows of the largest decode step that never has such groups
+SMALL = 512  # tokens: a single prompt should not wait for the logits of padding rows
 
 
 class Graph:
@@ -47,7 +47,7 @@ class Graph:
         return self.eager.put(plan, self.shape_of(len(plan.row), sum(plan.num_query), self.eager.share(plan)))
 
     def shape_of(self, entries: int, tokens: int, in_teams: bool) -> Shape:
-        """Returns the shape a step is padded to; its own, where it is larger than any."""
+        """Returns the shape a step is padded to, or its own shape if it is larger than any."""
         if entries == tokens:
             shapes = self._in_teams if in_teams and entries > FEW else self._decode
             return shapes[bisect_left(shapes, entries, key=lambda shape: shape.entries)]
@@ -55,7 +55,7 @@ class Graph:
         return next(fits, Shape(entries, tokens, in_teams))
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
-        """Replays a graph where there is one; none was captured of a whole step, but where it decodes."""
+        """Replays the graph of a shape, if there is one. With `whole`, graphs are used only for decode steps."""
         if shape not in self._graphs or (whole and not shape.decodes):
             return self.eager.run(shape, whole)
         graph, forward = self._graphs[shape]
@@ -64,21 +64,21 @@ class Graph:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs every shape once, over no sequence at all: what is compiled, loaded and set up once is done then, and captured after that.
+        """Runs every shape once with empty rows, so that kernels are compiled, loaded and set up before capture.
 
-        One layer of a kind is enough for that; the last step, the smallest, is one of all layers.
+        One layer of each kind is enough for that; the last and smallest step runs all layers.
         """
         self.eager.memory.entries.zero_()
         kinds, shapes = self._kinds, [Shape(1, self._most_tokens), *reversed(self._decode + self._in_teams + self._mixed)]
         for shape in shapes:
-            self._multiply(shape)  # kernels of others: ours may still be compiled elsewhere
+            self._multiply(shape)  # kernels of libraries: ours may still be compiling
         for shape in shapes:
-            self.eager.run(shape, layers=kinds if shape.decodes else [*kinds, kinds[-1]])  # the last layer of a step differs from others
+            self.eager.run(shape, layers=kinds if shape.decodes else [*kinds, kinds[-1]])  # the last layer of a mixed step differs
         self.eager.run(self._decode[0])
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Large shapes first: smaller ones live in what those leave in the pool they share."""
+        """Captures large shapes first: smaller ones reuse memory of the pool that all graphs share."""
         pool = None
         for shape in reversed(self._decode + self._in_teams + self._mixed):
             graph = torch.cuda.CUDAGraph()
@@ -90,12 +90,12 @@ class Graph:
 
     @property
     def _kinds(self) -> list[nn.Module]:
-        """The first layer of each kind: between them they call all that any layer calls."""
+        """The first layer of each kind: together they call every kernel that any layer calls."""
         model = self.eager.model
         return [model.layers[index] for index in describe(model.config).kinds.values()]
 
     def _multiply(self, shape: Shape) -> None:
-        """The products of a layer of each kind and of the vocabulary, of anything: what torch sets up for their shapes is set up."""
+        """Runs the matrix products of one layer of each kind and of the head on uninitialised data, so that torch sets them up."""
         model, memory = self.eager.model, self.eager.logits_memory
         for linear in [module for layer in self._kinds for module in layer.modules() if isinstance(module, Linear)]:
             if isinstance(linear.scheme, Unquantized):
@@ -104,7 +104,7 @@ class Graph:
 
 
 def shapes(max_rows: int, max_tokens: int, captured: int, in_teams: bool = False) -> list[Shape]:
-    """Those that are captured, of each kind small ones first. `in_teams`: also those of rows that read keys together"""
+    """Returns the shapes to capture, small ones first within each kind. `in_teams`: also those with shared-prefix groups"""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
     decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
     if in_teams and max_rows > FEW:

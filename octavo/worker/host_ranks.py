@@ -1,7 +1,7 @@
-"""Ranks as processes of one host, as their parent sees them. What a rank and a meeting are, whoever runs them, is here too.
+"""Rank processes of one host, as seen by the parent, and the interfaces of ranks and process groups in general.
 
     Peer       one other rank: `ProcessPeer`, or an actor on another host (`worker/ray_ranks.py`)
-    Meeting    what ranks meet through: `HostMeeting` has shared memory and sockets without a name, so that nothing listens
+    Meeting    the process group: `HostMeeting` uses shared memory and unnamed sockets, so that no port is opened
 """
 
 import os
@@ -25,12 +25,12 @@ from octavo.worker.places import Ends, join
 from octavo.worker.program import Place
 from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
 
-START_SECONDS = 3600.0  # that the last rank may need longer than the first to load its part
-END_SECONDS = 5.0  # that ranks have to end by themselves
+START_SECONDS = 3600.0  # how much longer than the first the last rank may take to load its part
+END_SECONDS = 5.0  # time for ranks to end by themselves
 
 
 class Peer(Protocol):
-    """One other rank. It calls `on_answer(peer, answer)` with what the rank says, and `on_end(peer)` once when it is gone."""
+    """One other rank. It calls `on_answer(peer, answer)` for each message of the rank, and `on_end(peer)` once when the rank is gone."""
 
     rank: int
     ended: bool
@@ -38,10 +38,10 @@ class Peer(Protocol):
     def tell(self, message: bytes) -> None: ...
 
     def why(self) -> OctavoError:
-        """Returns why it ended."""
+        """Returns the reason why it ended."""
 
     def stop(self) -> None:
-        """Ends it, by itself if it can."""
+        """Ends the rank, gracefully if possible."""
 
 
 OnAnswer = Callable[[Peer, Answer], None]
@@ -49,18 +49,18 @@ OnEnd = Callable[[Peer], None]
 
 
 class ListeningPeer:
-    """A peer with a thread that listens to it until it says no more."""
+    """A peer with a thread that reads its messages until there are no more."""
 
     def __init__(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
         self.rank = orders.rank
         self.ended = False
         self._seconds = orders.step_seconds
-        self._failed: Failed | None = None  # why it ended, if it has said so
+        self._failed: Failed | None = None  # the reason why it ended, if it sent one
         self._on_answer, self._on_end = on_answer, on_end
         self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
 
     def _listen(self) -> None:
-        limit = None  # until it is ready it may take as long as it likes
+        limit = None  # no time limit until it is ready
         while body := self._next(limit):
             message = answer(body)
             if isinstance(message, Ready):
@@ -74,11 +74,11 @@ class ListeningPeer:
         self._on_end(self)
 
     def _next(self, limit: float | None) -> bytes | None:
-        """Returns the next message, or None if it has ended or is silent for so many seconds."""
+        """Returns the next message, or None if the rank has ended or sends nothing for this many seconds."""
         raise NotImplementedError
 
     def _see_end(self) -> None:
-        """Called when there is no next message."""
+        """Called when there are no more messages."""
 
     def tell(self, message: bytes) -> None:
         raise NotImplementedError
@@ -91,7 +91,7 @@ class ListeningPeer:
 
 
 class ProcessPeer(ListeningPeer):
-    """A rank that is a process of this host."""
+    """A rank that is a process on this host."""
 
     def __init__(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
         super().__init__(orders, on_answer, on_end)
@@ -144,7 +144,7 @@ class ProcessPeer(ListeningPeer):
         return found
 
     def why(self) -> OctavoError:
-        """Returns why it ended, as it said itself, or else by its exit code."""
+        """Returns the reason why it ended: its own message, or else its exit code."""
         if self._silent:
             return RankLost(f"rank {self.rank} did not answer for {self._seconds:g} s")
         with suppress(subprocess.TimeoutExpired):
@@ -163,54 +163,54 @@ class ProcessPeer(ListeningPeer):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._listener.join(END_SECONDS)  # what it said last is heard
+        self._listener.join(END_SECONDS)  # its last messages are still read
 
 
 def failed(rank: int | str, why: Failed) -> OctavoError:
-    """Returns the error that a rank ended with. What the user can mend keeps its kind."""
+    """Returns the error that a rank ended with. Errors that the user can fix keep their class."""
     kind = getattr(errors, why.kind, RankLost)
     return (kind if kind in (errors.ConfigError, errors.LoadError, errors.VerifyError) else RankLost)(f"rank {rank}: {why.message}")
 
 
 class Meeting(Protocol):
-    """What ranks meet through. Whoever makes it is rank 0, and keeps to its CPUs."""
+    """The process group of all ranks. The process that creates it is rank 0, and is bound to its CPUs."""
 
     place: Place
-    alike: bool  # all ranks share the memory that rank 0 finds
+    alike: bool  # all ranks share the memory that rank 0 detects
 
     def cpus_of(self, rank: int) -> list[int]: ...
 
     def peer(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> Peer:
-        """Lets a rank begin."""
+        """Starts a rank."""
 
     def give_out(self) -> None:
-        """Called when all ranks have begun."""
+        """Called when all ranks have started."""
 
     def wait_at_most(self, seconds: float) -> None: ...
 
     def abort(self) -> None:
-        """Nobody waits for anybody any more."""
+        """Ends all waiting between ranks."""
 
     def leave(self) -> None:
-        """Gives everything back, when nobody uses it any more."""
+        """Frees everything, once no rank uses it."""
 
 
 class HostMeeting:
-    """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
+    """The process group of ranks on one host. The thread that creates it is bound to the CPUs of rank 0."""
 
     alike = True
 
     def __init__(self, config: EngineConfig, shares_memory: bool = True) -> None:
-        """`shares_memory`: ranks of a stage meet in it"""
+        """`shares_memory`: ranks of a stage communicate through shared memory"""
         size, count, shares = config.tensor_parallel_size, config.num_ranks, config.decode_context_parallel_size
         memories, contexts = (_memories(count, each if shares_memory else 1) for each in (size, shares))
-        pairs = [SocketChannel.pair() for _ in range(count - size)]  # pair r leads from rank r to rank r + size
+        pairs = [SocketChannel.pair() for _ in range(count - size)]  # pair r connects rank r with rank r + size
         befores, afters = [-1] * size + [end for _, end in pairs], [end for end, _ in pairs] + [-1] * size
         self.ends = [Ends(*ends) for ends in zip(memories, contexts, befores, afters)]
         self._inherited = {end for ends in self.ends for end in ends.open_ones()} - {self.ends[0].after}
         self.cpus = allowed_cpus()
         self.place = self._join(config)
-        self._groups = [  # of all stages and contexts, to tell them to give up
+        self._groups = [  # of all stages and contexts, to abort them
             SharedMemoryComm.join(memory, 0, size, START_SECONDS)
             for memory, size in {*((memory, size) for memory in memories), *((memory, shares) for memory in contexts)}
             if memory >= 0
@@ -219,7 +219,7 @@ class HostMeeting:
         keep_to(self.cpus_of(0))
 
     def _join(self, config: EngineConfig) -> Place:
-        """Returns the place of rank 0."""
+        """Returns the rank context of rank 0."""
         return join(self.ends[0], 0, config, START_SECONDS)
 
     def cpus_of(self, rank: int) -> list[int]:
@@ -230,7 +230,7 @@ class HostMeeting:
         return ProcessPeer(own, on_answer, on_end)
 
     def give_out(self) -> None:
-        """Closes what the ranks have inherited: one that is gone must be the last to hold its end."""
+        """Closes the descriptors that the ranks inherited: when a rank ends, no other process may hold its end open."""
         while self._inherited:
             os.close(self._inherited.pop())
 
@@ -238,14 +238,14 @@ class HostMeeting:
         self.place.wait_at_most(seconds)
 
     def abort(self) -> None:
-        """Nobody waits for anybody any more."""
+        """Ends all waiting between ranks."""
         for group in self._groups:
             group.abort()
         if isinstance(self.place.after, SocketChannel):
             self.place.after.shut_down()
 
     def leave(self) -> None:
-        """Gives the CPUs back, and the memory, when nobody uses it any more."""
+        """Restores the CPU affinity and frees the memory, once no rank uses it."""
         keep_to(self.cpus)
         self.give_out()
         if isinstance(self.place.after, SocketChannel):
@@ -253,6 +253,6 @@ class HostMeeting:
 
 
 def _memories(ranks: int, size: int) -> list[int]:
-    """Returns for each rank the descriptor of the memory of its group. -1: groups are of one rank"""
+    """Returns for each rank the descriptor of its group's shared memory. -1: groups have one rank"""
     made = [SharedMemoryComm.create(size) if size > 1 else -1 for _ in range(ranks // size)]
     return [made[rank // size] for rank in range(ranks)]

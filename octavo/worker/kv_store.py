@@ -1,13 +1,13 @@
-"""The bytes of the cache: named buffers per layer, laid out as a backend likes them. It chooses no id; plans do.
+"""The memory of the cache: named buffers per layer, in the backend's layout. Plans choose all ids.
 
     paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write; in either layout
     contiguous    [num_rows, max_len, *token]          a fork copies its parent's row
 
-With several cache groups, the first layers of all groups share their memory, and so do the second ones, and so on:
+With several cache groups, the first layers of all groups share memory, and so do the second layers, and so on:
 
-    block        1        2        3        4            one pool: block 2 belongs to one group at a time
+    block        1        2        3        4            one pool: each block belongs to one group at a time
     layer 0    [ k v ]  [  -  ]  [ k v ]  [  -  ]        of the full group
-    layer 1    [  -  ]  [ k v ]  [  -  ]  [ k v ]        of the group with a window: the same bytes, seen in its own shape
+    layer 1    [  -  ]  [ k v ]  [  -  ]  [ k v ]        of the group with a window: the same bytes, viewed in another shape
 
 Memory is reserved but not touched: a large pool costs nothing until it is used.
 """
@@ -29,14 +29,14 @@ from octavo.policy.cache_spec import LayerCacheSpec
 
 Caches = list[dict[str, Tensor]]  # per layer, by buffer name
 CPU = torch.device("cpu")
-NO_CODE = -128  # no number gets it: codes go from -127 to 127
+NO_CODE = -128  # never a quantised value: those range from -127 to 127
 
 
 class KVStore(Protocol):
     caches: Caches
 
     def apply(self, plan: StepPlan) -> None:
-        """What a plan moves inside the cache, before its forward."""
+        """Applies the copies of a plan inside the cache, before its forward."""
 
 
 def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: torch.device, layout: Layout = "nhd") -> Caches:
@@ -50,14 +50,14 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: tor
 
 
 def clear_null_block(caches: Caches) -> None:
-    """Tables are padded with it, and have it behind a window that gives back."""
+    """Clears the null block, which tables contain as padding and behind a freed window."""
     for cache in caches:
         for buffer in cache.values():
             buffer[NULL_BLOCK] = 0
 
 
 def poison(caches: Caches, block: int) -> None:
-    """Fill a block with NaN: whoever reads it before writing it shows at once. Codes have their NaN in the scale."""
+    """Fills a block with NaN, so that reading it before writing it is detected. Quantised values have their NaN in the scale."""
     for cache in caches:
         for buffer in cache.values():
             buffer[block] = torch.nan if buffer.is_floating_point() else NO_CODE
@@ -83,11 +83,11 @@ class PagedStore:
 def _allocate_shared(
     specs: list[LayerCacheSpec], groups: Sequence[CacheGroup], num_blocks: int, block_size: int, device: torch.device, layout: Layout
 ) -> tuple[Caches, Caches]:
-    """Returns the caches of all layers, and for each piece of memory the cache of one layer that has it."""
+    """Returns the caches of all layers, and for each piece of memory the cache of one layer that uses it."""
     by_layer = {spec.layer: spec for spec in specs}
     caches: dict[int, dict[str, Tensor]] = {}
     owners: Caches = []
-    for sharing in zip_longest(*(group.layers for group in groups)):  # a group may have fewer layers than others: the rest is padding
+    for sharing in zip_longest(*(group.layers for group in groups)):  # groups with fewer layers have padding here
         members = [(by_layer[layer], group.links * block_size) for layer, group in zip(sharing, groups) if layer is not None]
         owner, span = members[0]
         for spec, other_span in members[1:]:
@@ -126,4 +126,4 @@ class ContiguousStore:
             rows, sources = [fork.row for fork in plan.row_forks], [fork.source for fork in plan.row_forks]
             for cache in self.caches:
                 for buffer in cache.values():
-                    buffer[rows] = buffer[sources]  # a copy is taken first, so that rows can exchange places
+                    buffer[rows] = buffer[sources]  # indexing copies first, so rows can exchange their contents

@@ -1,6 +1,6 @@
-"""Finds what this process may use of the machine: memory and CPUs within cgroup limits, and the dtypes that the CPU is fast at.
+"""Detects the memory and CPUs that this process may use, within cgroup limits, and the fastest dtypes of the CPU.
 
-It must answer where torch cannot be imported, too: `octavo doctor` asks.
+It must work even if torch cannot be imported, because `octavo doctor` uses it.
 """
 
 import math
@@ -21,8 +21,8 @@ OWN_STATUS = Path("/proc/self/status")
 NODES = Path("/sys/devices/system/node")
 Item = TypeVar("Item")
 
-# What each level of the native kernels is fast at. Where it does not multiply bfloat16, float16 takes as little memory, is widened
-# by one instruction and rounds less.
+# The fastest dtype of each level of the native kernels. On levels that do not multiply bfloat16, float16 needs as little memory, is
+# converted to float32 by one instruction and rounds less.
 LEVEL_DTYPES = {
     "portable": "float32", "avx2": "float16", "avx512": "float16", "avx512bf16": "bfloat16", "amx": "bfloat16",
     "neon": "float16", "i8mm": "bfloat16",
@@ -40,12 +40,12 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int | None:
-    """Returns the bytes that nobody on this machine uses now, or None if the system does not tell."""
+    """Returns the bytes that no process on this machine uses, or None if the system does not report it."""
     return proc_bytes(MEMORY_INFO, "MemAvailable")
 
 
 def num_threads() -> int:
-    """Returns how many CPUs we may use, at most OMP_NUM_THREADS."""
+    """Returns how many CPUs this process may use, at most OMP_NUM_THREADS."""
     return max(1, min(num_cpus(), thread_limit() or num_cpus()))
 
 
@@ -56,9 +56,9 @@ def num_cpus() -> int:
 
 
 def share_of_cpus(rank: int, size: int, cpus: list[int]) -> list[int]:
-    """Returns the CPUs of one of several ranks: neighbours, and no other rank's, unless there are more ranks than CPUs.
+    """Returns the CPUs of one of several ranks: adjacent ones, and not those of another rank unless there are more ranks than CPUs.
 
-    Ranks go node by node. No rank is on two nodes, unless there are fewer ranks than nodes: then each has whole nodes.
+    Ranks are assigned node by node. No rank spans two nodes, unless there are fewer ranks than nodes: then each has whole nodes.
     """
     if size > len(cpus):
         return [cpus[rank % len(cpus)]]
@@ -78,7 +78,7 @@ def _share(place: int, size: int, items: list[Item]) -> list[Item]:
 
 
 def _ranks_of(nodes: list[list[int]], size: int) -> list[int]:
-    """Returns how many ranks each node has: one, and every further rank goes where it gets most CPUs."""
+    """Returns how many ranks each node has: one, and each further rank goes to the node where it gets the most CPUs."""
     ranks = [1] * len(nodes)
     for _ in range(size - len(nodes)):
         ranks[max(range(len(nodes)), key=lambda node: len(nodes[node]) / (ranks[node] + 1))] += 1
@@ -86,7 +86,7 @@ def _ranks_of(nodes: list[list[int]], size: int) -> list[int]:
 
 
 def numa_nodes(cpus: list[int]) -> list[list[int]]:
-    """Returns these CPUs by the node whose memory is near to them; all as one node where the system does not tell."""
+    """Returns these CPUs grouped by NUMA node, or as a single node if the system does not report nodes."""
     try:
         paths = sorted(NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
         found = [set(_listed(path.read_text())) for path in paths]
@@ -105,7 +105,7 @@ def _listed(text: str) -> Iterator[int]:
 
 
 def cpu_list(cpus: list[int]) -> str:
-    """Returns CPUs in the form that the system lists them in: 0-3,8."""
+    """Returns CPUs in the system's list format: 0-3,8."""
     runs: list[list[int]] = []
     for cpu in cpus:
         if runs and runs[-1][-1] == cpu - 1:
@@ -116,10 +116,10 @@ def cpu_list(cpus: list[int]) -> str:
 
 
 def keep_to(cpus: list[int]) -> None:
-    """Lets this thread, and those it will start, run on these CPUs only, where the system can do that.
+    """Binds this thread, and those it will start, to these CPUs, if the system supports that.
 
-    A rank calls this before it loads anything. The system gives memory from the node of the CPU that first writes to it, so the weights
-    and the cache of a rank lie near its CPUs, and no memory policy has to be set.
+    A rank calls this before it loads anything. The system allocates memory on the node of the CPU that first writes to it, so the weights
+    and the cache of a rank are close to its CPUs without a memory policy.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
@@ -145,21 +145,21 @@ def this_machine() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Returns the CPU features that the kernel lets us use, in the kernel's words."""
+    """Returns the CPU features that the kernel reports, by the kernel's names."""
     found = _fields(CPU_INFO)
     return frozenset((found.get("flags") or found.get("Features") or "").split())  # x86 or ARM
 
 
 def fast_dtype(level: str | None) -> str:
-    """Returns the dtype at which the native kernels are fast on this level, or torch without a level. It does not import torch."""
+    """Returns the dtype in which the native kernels are fastest on this level, or torch without a level. It does not import torch."""
     if level is not None:
         return LEVEL_DTYPES[level]
     return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
 
 
 def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None) -> str:
-    """Returns the dtype of the run. With `auto`, float32 checkpoints stay float32, and all others take what this CPU is fast at; a GPU
-    is fast at either half type. `level`: of the native kernels, if they compute"""
+    """Returns the dtype of the run. With `auto`, float32 checkpoints stay float32, and all others use the fastest dtype of this CPU; a GPU
+    is fast in either 16-bit type. `level`: of the native kernels, if they compute"""
     if asked != "auto":
         return asked
     if device == "cuda":
@@ -168,7 +168,7 @@ def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None
 
 
 def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None:
-    """Refuses float16 for torch on a CPU: it is slow there, and numbers that are too large become infinite."""
+    """Refuses float16 for torch on a CPU: it is slow there, and large numbers overflow to infinity."""
     for name, value in (("dtype", config.dtype), ("kv_cache_dtype", config.kv_cache_dtype)):
         if value == "float16" and device == "cpu" and level is None:
             raise ConfigError(
@@ -178,7 +178,7 @@ def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None
 
 
 def groups(controller: str) -> list[Path]:
-    """Returns this process's cgroup and all above it. Each may set a limit, and all limits hold. v1 has a tree for each controller."""
+    """Returns this process's cgroup and all its ancestors. All their limits apply. v1 has one tree per controller."""
     own = {"": "/", controller: "/"}
     try:
         lines = OWN_GROUP.read_text().splitlines()
@@ -195,7 +195,7 @@ def _read_quota(group: Path) -> int | None:
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):  # no such limit, or "max"
+    except (OSError, ValueError):  # no limit, or "max"
         quota_us, period_us = read_number(group / "cpu.cfs_quota_us"), read_number(group / "cpu.cfs_period_us")
         return math.ceil(quota_us / period_us) if quota_us and period_us and quota_us > 0 else None  # -1: none
 
@@ -208,13 +208,13 @@ def read_number(path: Path) -> int | None:
 
 
 def proc_bytes(path: Path, name: str) -> int | None:
-    """Returns the bytes of a line `name:  123 kB`, or None if there is none, as on other systems."""
+    """Returns the bytes of a line `name:  123 kB`, or None if there is no such line, as on other systems."""
     found = _fields(path).get(name, "").removesuffix(" kB")
     return int(found) * 1024 if found.isdigit() else None
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Returns the first `name : value` of each name in a file of /proc."""
+    """Returns the first `name : value` for each name in a file of /proc."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Finds how much memory is left on the device: what the process may use, less what other processes hold.
+"""Detects how much memory is available on the device: the memory the process may use, minus that of other processes.
 
-The kernel says what is available to newcomers; a cgroup with a limit says what its members hold, file cache included, which
-is given back on demand. Of this process's own share, Python and its libraries are counted in every plan, so they are
-added again; what else it holds, such as another model, is as good as another's. Of a GPU the process may use a share; its
-context there is counted in every plan, too, and what torch keeps for later is as good as free. A GPU that shares the CPU's
-memory has what the system and the cgroups leave: CUDA's own count of free memory lacks the file cache.
+The kernel reports the memory available to new processes; a cgroup with a limit reports the usage of its members, including file
+cache, which is freed on demand. Every plan counts Python and its libraries, so that part of this process's own usage is
+added back; anything else it holds, such as another model, counts as used by others. Of a GPU the process may use a share; its
+context there is counted in every plan, too, and memory that torch caches counts as free. A GPU that shares the CPU's
+memory has what the system and the cgroups leave: CUDA's own count of free memory does not include the file cache.
 """
 
 import gc
@@ -53,9 +53,9 @@ def host_memory() -> Memory:
 
 @contextmanager
 def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterator[None]:
-    """Turns an error of memory that ran out in spite of the plan into a plan for three quarters of it.
+    """Turns an out-of-memory error at start into an error with advice: a plan for three quarters of the memory.
 
-    What was built is dropped with the frames that held it: memory that this attempt still held would count as another's.
+    Objects of the failed attempt are dropped with their frames: otherwise their memory would count as used by others.
     """
     try:
         yield
@@ -78,14 +78,14 @@ def _advice(needs: ModelNeeds, config: ResolvedConfig, now: Memory) -> str:
 
 
 def _left_of_addresses() -> int | None:
-    """Returns the bytes that `ulimit -v` leaves. Memory that is only reserved counts there, too."""
+    """Returns the bytes that `ulimit -v` leaves. It also counts memory that is only reserved."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     held = proc_bytes(OWN_STATUS, "VmSize")
     return None if limit == resource.RLIM_INFINITY or held is None else max(limit - held, 0)
 
 
 def _left_in(group: Path) -> int | None:
-    """Returns the bytes that the members of a cgroup may still take, or None without a limit."""
+    """Returns the bytes that the members of a cgroup may still use, or None without a limit."""
     limit, held = read_number(group / "memory.max"), read_number(group / "memory.current")
     if limit is None or held is None:
         return None

@@ -1,10 +1,10 @@
-"""`ModelRunner`: carries out plans with a program, without ever waiting for a device.
+"""`ModelRunner`: executes plans with a program, without ever waiting for a device.
 
-    forward   block copies, row changes and entries go to where the rows lie; the step is launched
-    sample    special rows are drawn; the result starts on its way to the host; who wants it waits for it, and nobody else
+    forward   block copies, row updates and scheduled rows are sent to the device; the step is launched
+    sample    rows that need the full sampler are resampled; the copy to the host starts here, and only `Pending.result()` blocks
 
-The host plans the next step meanwhile. Plans run in order, so that what a plan frees the next may use. On a CPU all of it is done when
-a call returns.
+Meanwhile the host plans the next step. Plans run in order, so the next plan may reuse what a plan frees. On a CPU all work is done
+when a call returns.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ModelRunner:
     def __init__(
         self, program: Program, sampling: Sampling, store: KVStore, table: RequestTable, faults: Faults, processed: bool = False
     ) -> None:
-        """`processed`: which logprobs (`worker/sampler.py`)"""
+        """`processed`: which kind of logprobs (`worker/sampler.py`)"""
         self.program = program
         self.store = store
         self.table = table
@@ -43,7 +43,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Calls all that is called around steps, once, in a way that changes nothing: none of it is compiled or loaded later."""
+        """Calls every function used around steps once, without effect, so that nothing is compiled or loaded later."""
         copy_blocks([buffer for cache in self.store.caches for buffer in cache.values()], [(NULL_BLOCK, NULL_BLOCK)])
         self.table.apply(StepPlan(0, row_forks=[RowFork(0, 0, 0, NoiseKey((0, 0), 0, 0))]))
         self.sampler.warm_up(dtype)
@@ -63,7 +63,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, masks: Masks | None = None) -> "Pending":
         plan, forward = self._plan, self._forward
-        if forward is None:  # an empty plan, or one whose tokens come from a later stage
+        if forward is None:  # an empty plan, or a later stage samples
             return Pending(plan, torch.empty(0, dtype=torch.int32), NO_RANKINGS, [], [], None)
         ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
@@ -82,10 +82,10 @@ class ModelRunner:
         return pending
 
     def _refuse_ids_outside(self, plan: StepPlan, numbers: NDArray[np.int32]) -> None:
-        """An id outside the vocabulary must never be fed back: its entry is marked as bad, and its row gets another id."""
+        """An id outside the vocabulary must never be fed back: its scheduled row is marked as bad, and the table row gets another id."""
         if self.faults.spoils_id(plan.step):
             numbers[0] = self.program.vocab_size
-        if numbers.view(np.uint32).max() >= self.program.vocab_size:  # negative ids are the largest
+        if numbers.view(np.uint32).max() >= self.program.vocab_size:  # as unsigned numbers, negative ids are the largest
             for entry in np.flatnonzero((numbers < 0) | (numbers >= self.program.vocab_size)).tolist():
                 numbers[entry] = -1
                 if plan.samples[entry]:
@@ -93,20 +93,20 @@ class ModelRunner:
                     self.table.token_ids[row, int(self.table.num_tokens[row]) - 1] = 0
 
     def stop(self) -> None:
-        """Drops every reference, so that all memory goes."""
+        """Drops every reference, so that all memory is freed."""
         self.__dict__.clear()
 
 
 @dataclass(slots=True)
 class Pending:
-    """A result on its way."""
+    """A result that is being copied to the host."""
 
     plan: StepPlan
-    ids: Tensor  # [R], in memory of the host, as all the rest
+    ids: Tensor  # [R], in host memory like all the rest
     rankings: Rankings
     pieces: list[PromptRankings]
-    spoiled: list[int]  # entries that tests made bad
-    event: torch.cuda.Event | None  # when all of it is there
+    spoiled: list[int]  # scheduled rows that tests made bad
+    event: torch.cuda.Event | None  # recorded when everything has arrived
 
     def result(self) -> StepResult:
         if self.event is not None:

@@ -1,8 +1,8 @@
-"""The native step taken apart: the same kernels, called layer by layer, with the same bits as the one call of `NativeProgram`.
+"""The native step layer by layer: the same kernels with the same bits as the single call of `NativeProgram`.
 
     embed -> [ norm -> qkv -> ATTENTION -> output -> norm -> gate, up -> down ] x layers -> norm -> logits
 
-Attention is an object here, so that the proof of paging (`worker/shadow.py`) can stand between the layers.
+Attention is an object here, so that the verification of paging (`worker/shadow.py`) can run between the layers.
 """
 
 import ctypes
@@ -21,22 +21,22 @@ from octavo.worker.native_program import NativeProgram, at, put_shared, step_str
 
 class LayerAttention(Protocol):
     def prepare(self, step: StepTensors, shared: AllShared) -> None:
-        """Is called once a step."""
+        """Called once per step."""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """Returns the attention of a layer [T, heads * head_dim] for its q, k and v [T, all heads * head_dim], which are changed."""
+        """Returns the attention of a layer [T, heads * head_dim] for q, k and v [T, all heads * head_dim], which are modified."""
 
 
 class NativeAttention:
-    """The attention of the native step, over caches of its own."""
+    """The attention of the native step, over its own caches."""
 
     def __init__(self, whole: NativeProgram, caches: Caches) -> None:
         self._call = whole.library.call
         self._model = whole.over(caches)
-        self._held = whole, caches  # what the model points to
+        self._held = whole, caches  # objects that the model struct points to
 
     def prepare(self, step: StepTensors, shared: AllShared) -> None:
-        self._tensors, self._shared, self._step = step, shared, step_struct(step)  # the struct points to the others
+        self._tensors, self._shared, self._step = step, shared, step_struct(step)  # the struct points to the other two
         put_shared(self._step, shared)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class NativeAttention:
         return self.read(layer, qkv)
 
     def write(self, layer: int, qkv: Tensor) -> None:
-        """Norms and rotates q and k in place, stores k and v."""
+        """Norms and rotates q and k in place, and stores k and v."""
         self._call.octavo_write(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv))
 
     def read(self, layer: int, qkv: Tensor) -> Tensor:
@@ -60,20 +60,20 @@ class NativeLayers:
         self._attention = attention
 
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
-        """Returns hidden states of all tokens, and the logits of the last of each entry."""
+        """Returns the hidden states of all tokens, and the logits of the last token of each scheduled row."""
         whole = self._whole
         stream, news = self._through(step)
         hidden = self._norm(stream, news, whole.model.norm)
         return hidden, whole.logits_in(len(step.token_ids), hidden[step.sample_index])
 
     def pass_on(self, step: StepTensors) -> None:
-        """Sends the stream to the next stage of a pipeline."""
+        """Sends the residual stream to the next stage of a pipeline."""
         stream, news = self._through(step)
         assert self._whole.place.after is not None
         self._whole.place.after.send(stream + news)
 
     def _through(self, step: StepTensors) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream, and what the last layer adds to it."""
+        """Returns the residual stream, and the output of the last sub-layer, which is not added yet."""
         whole, sum_up = self._whole, self._whole.place.comm.all_reduce
         self._attention.prepare(step, whole.shared_keys)
         received = whole.received(len(step.token_ids))
@@ -88,7 +88,7 @@ class NativeLayers:
         return stream, news
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """A rank that shares the vocabulary has some of the rows, and the others add theirs."""
+        """If ranks share the vocabulary, each looks up its own rows, and the results are summed."""
         whole, model = self._whole, self._whole.model
         elsewhere = (ids < model.vocab_start) | (ids >= model.vocab_start + model.vocab_rows)
         rows = self._rows((ids - model.vocab_start).masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0)
@@ -105,7 +105,7 @@ class NativeLayers:
         return rows if scale == 1 else rows * scale
 
     def _added(self, news: Tensor, weight: int | None, scale: float) -> Tensor:
-        """Returns what a sub-layer adds to the stream: what it gave, normed and scaled as the layer says."""
+        """Returns a sub-layer's output after the norm and scale that the layer defines."""
         if weight is not None:
             self._whole.library.call.octavo_add_rms_norm(at(news), None, weight, self._whole.model.eps, at(news), *news.shape)
         return news if scale == 1 else news * scale
@@ -121,7 +121,7 @@ class NativeLayers:
         return self._product(layer.down, gated)
 
     def _norm(self, stream: Tensor, news: Tensor | None, weight: int | None) -> Tensor:
-        """Adds what is new to the stream, in place, and norms the sum, if there is a norm."""
+        """Adds a sub-layer's output to the stream in place, and norms the sum if there is a norm."""
         normed, added = torch.empty_like(stream), None if news is None else at(news)
         eps = self._whole.model.eps
         self._whole.library.call.octavo_add_rms_norm(at(stream), added, weight, eps, at(normed), *stream.shape)

@@ -1,7 +1,7 @@
-"""The native program: one call a step. All layers, the vocabulary of the sampled rows and their argmax run inside it.
+"""The native program: one call per step. All layers, the logits of the sampled rows and their argmax run inside it.
 
-The library reads descriptors of raw pointers: that of the model is made once, when the weights are loaded; that of a step points into
-the memory of steps. The interpreter's lock is released for the whole call.
+The library reads structs of raw pointers: the struct of the model is built once, when the weights are loaded; that of a step points
+into the step memory. The GIL is released for the whole call.
 """
 
 import ctypes
@@ -56,9 +56,9 @@ class NativeProgram:
         self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
         block_size: int, max_len: int, max_tokens: int, groups: Sequence[CacheGroup] = (FULL,), place: Place = ALONE,
     ) -> None:  # fmt: skip
-        """`model`: one that `native_refusal` does not refuse.
+        """`model`: one that `native_refusal` accepts.
 
-        `groups`: as many as the table has block tables. `place`: of the rank, if the weights are the part of one.
+        `groups`: as many as the table has block tables. `place`: the rank context if the weights are those of one rank
         """
         self.vocab_size = model.vocab_size
         self.place = place
@@ -72,16 +72,16 @@ class NativeProgram:
         self._block_size = block_size
         self._result = torch.zeros(len(table.words), dtype=torch.int32)
         self._last: tuple[StepTensors, Step] | None = None
-        self._kept: list[Any] = []  # what the descriptors point to
+        self._kept: list[Any] = []  # objects that the structs point to
         self._spans = [links * block_size for links in table.layout.links]  # tokens in a block of each cache group
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # of each layer
+        self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # per layer
         self.sharing = StepSharing(table, self._spans, NATIVE_COST)
-        self.keys = [NOTHING] * len(self._spans)  # of each cache group, keys that entries of the step read together
+        self.keys = [NOTHING] * len(self._spans)  # per cache group: the keys that several scheduled rows read together
         self.shared_keys = AllShared.of(self.keys)
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
-        self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
+        self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: tied to the head
         head = next((matrix.module for matrix in model.matrices if matrix.name == "head"), None)
         self.head = None if head is None else weights.matrix(head)  # None: another stage has it
         self._kept.append(self.embed)
@@ -91,7 +91,7 @@ class NativeProgram:
 
     @property
     def nbytes(self) -> int:
-        """What the weights take."""
+        """The bytes of the weights."""
         arrays = [array for kept in self._kept for array in (kept.arrays if isinstance(kept, PackedMatrix) else [kept])]
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
@@ -99,7 +99,7 @@ class NativeProgram:
         shape = Shape(len(plan.row), sum(plan.num_query))
         send(entries(plan, shape), self._memory.entries)
         keys = self.sharing.of(plan)
-        if any(map(is_not, keys, self.keys)):  # most steps share what the one before shared
+        if any(map(is_not, keys, self.keys)):  # most steps have the same groups as the previous one
             self.keys, self.shared_keys = keys, AllShared.of(keys)
         return shape
 
@@ -116,15 +116,15 @@ class NativeProgram:
         return Forward(step, hidden, logits, result)
 
     def prepared(self, shape: Shape) -> StepTensors:
-        """Returns the tensors of a step, filled out of the rows."""
+        """Returns the tensors of a step, filled from the rows."""
         step = self._memory.step(shape.entries, shape.tokens)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         return step
 
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns hidden states of all tokens, and of the last of each entry the logits and the id of the largest.
+        """Returns the hidden states of all tokens, and for the last token of each scheduled row the logits and the id of the largest.
 
-        A rank has logits of those ids alone whose rows it has.
+        A rank has only the logits of its own part of the vocabulary.
         """
         entries = len(step.row)
         hidden = torch.empty(len(step.token_ids), self.model.hidden)
@@ -135,7 +135,7 @@ class NativeProgram:
         return hidden, logits, best
 
     def _stream(self, step: StepTensors) -> Tensor:
-        """Returns the residual stream after the layers of this stage, for the next one."""
+        """Returns the residual stream after the layers of this stage, for the next stage."""
         passed, described = torch.empty(len(step.token_ids), self.model.hidden), self._described(step)
         described.passed = at(passed)
         self._call(step, described)
@@ -150,12 +150,12 @@ class NativeProgram:
             self._comm.check(code)
 
     def received(self, tokens: int) -> Tensor | None:
-        """Returns the stream of the stage before, or None if this is the first."""
+        """Returns the residual stream of the previous stage, or None if this is the first."""
         before = self.place.before
         return None if before is None else before.receive(torch.empty(tokens, self.model.hidden))
 
     def _described(self, step: StepTensors) -> Step:
-        """Returns the descriptor of a step. It is kept: most steps have the tensors of the one before."""
+        """Returns the struct of a step. It is reused, since most steps have the same tensors as the previous one."""
         if self._last is None or self._last[0] is not step:
             self._last = step, step_struct(step)
         return self._last[1]
@@ -164,14 +164,14 @@ class NativeProgram:
         return self.logits_in(len(hidden), hidden)
 
     def logits_in(self, tokens: int, hidden: Tensor) -> Tensor:
-        """As a step of so many tokens makes them."""
+        """Computes logits as in a step of this many tokens."""
         hidden, logits = hidden.contiguous(), torch.empty(len(hidden), self.model.vocab_rows)
         self.library.call.octavo_matmul(ctypes.byref(self.model.head), at(hidden), at(logits), len(hidden), tokens)
         self.library.call.octavo_cap_logits(ctypes.byref(self.model), at(logits), logits.numel())
         return logits
 
     def over(self, caches: Caches) -> Model:
-        """The model, with these caches. Whoever holds it holds the program and the caches too."""
+        """The model struct with these caches. Its owner keeps the program and the caches alive, too."""
         layers = type(self.layers).from_buffer_copy(self.layers)
         for layer, cache in zip(layers, caches, strict=True):
             k, v, k_scale, v_scale = kv_buffers(cache)
@@ -183,7 +183,7 @@ class NativeProgram:
         return model
 
     def _layer(self, model: ModelDescription, weights: NativeWeights, index: int, max_len: int) -> Layer:
-        """The fields of a `Layer`, and of a `Mixture`, have the names of the description."""
+        """The fields of `Layer` and `Mixture` have the names of the description."""
         shape, group = model.layers[index], self.groups[index]
         spec = cast(AttentionSpec, shape.mixer)
         rope = self._rope(spec, max_len)
@@ -201,7 +201,7 @@ class NativeProgram:
         mixture = None if experts is None else self._mixture(experts)
         for matrix in model.matrices:
             if matrix.layer == index:
-                # what reads gated numbers reads them in whole panels, as they were written
+                # down projections read gated values in whole panels, as they were written
                 columns = -(-matrix.columns // PANEL) * PANEL if matrix.name in ("down", "experts_down", "shared_down") else 0
                 held = experts.held if experts is not None and matrix.name in EXPERT_STACKS else 1
                 packed = self._matrix(weights.matrix(matrix.module, matrix.gated, columns, held))
@@ -220,7 +220,7 @@ class NativeProgram:
         return mixture
 
     def _rope(self, spec: AttentionSpec, max_len: int) -> Rope:
-        """Layers that rotate alike share one table."""
+        """Layers with the same rotation share one table."""
         key = spec.rope, spec.rotated
         if key not in self._ropes:
             self._ropes[key] = build_rope(*key, max_len)
@@ -231,7 +231,7 @@ class NativeProgram:
         return Model(
             num_layers=len(model.layers), hidden=model.hidden_size, vocab=model.vocab_size,
             embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
-            eps=model.norm.eps, embedding_scale=float(torch.tensor(model.embedding_scale, dtype=weights.dtype)),  # as its makers rounded it
+            eps=model.norm.eps, embedding_scale=float(torch.tensor(model.embedding_scale, dtype=weights.dtype)),  # as the makers round
             logit_scale=model.logit_scale, logit_cap=model.logit_cap or 0.0, layers=self.layers,
             norm=None if last_norm is None else self._vector(weights, f"{last_norm}.weight"),
             head=Matrix() if self.head is None else self._matrix(self.head), vocab_start=self._vocab_start,
@@ -259,7 +259,7 @@ def put_shared(described: Step, shared: AllShared) -> None:
 
 
 def step_struct(step: StepTensors) -> Step:
-    """Describes a step, but for what its entries share and for its results. The struct points to the arrays, and keeps none of them."""
+    """Describes a step, without shared keys and results. The struct points to the arrays but does not keep them alive."""
     return Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
         slot_stride=step.slots.stride(0), table_stride=step.tables.stride(0),

@@ -1,8 +1,8 @@
-"""How a rank takes its place among the others: what it meets them through.
+"""Creates the context of a rank: the communicators that connect it with the others.
 
-    join          processes of one host: memory that they share, sockets without a name
-    place_of      several hosts: connections of gloo
-    nccl_place    a GPU each: NCCL; stages still hand the stream on through sockets
+    join          processes of one host: shared memory, unnamed sockets
+    place_of      several hosts: gloo connections
+    nccl_place    one GPU each: NCCL; stages still pass hidden states through sockets
 """
 
 import torch
@@ -17,16 +17,16 @@ from octavo.layers.socket_channel import SocketChannel
 from octavo.policy.stages import Stage
 from octavo.worker.program import Place
 
-FILE = "file:"  # before the path of NCCL's store; else an address is that of a gloo group
+FILE = "file:"  # prefix of the path of NCCL's store; any other address is that of a gloo group
 LOCAL = "127.0.0.1"
 
 
 class Ends(Struct, frozen=True):
-    """The descriptors through which a rank reaches others of its host. -1: there is none"""
+    """The file descriptors that connect a rank with others on its host. -1: none"""
 
-    memory: int = -1  # of its stage
-    context: int = -1  # memory of the ranks that share a context with it
-    before: int = -1  # a socket, from the stage before
+    memory: int = -1  # shared memory of its stage
+    context: int = -1  # shared memory of the ranks that share a context with it
+    before: int = -1  # a socket from the previous stage
     after: int = -1  # a socket, to the next stage
 
     def open_ones(self) -> list[int]:
@@ -34,7 +34,7 @@ class Ends(Struct, frozen=True):
 
 
 def take_place(ends: Ends, rank: int, config: EngineConfig, seconds: float, address: str) -> Place:
-    """Returns the place of a process that is not the first rank of this host, and chooses its GPU, if it has one."""
+    """Returns the context of a process that is not the first rank on this host, and selects its GPU, if any."""
     if not address:
         return join(ends, rank, config, seconds)
     if not address.startswith(FILE):
@@ -44,7 +44,7 @@ def take_place(ends: Ends, rank: int, config: EngineConfig, seconds: float, addr
 
 
 def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
-    """Returns the place of a rank, which reaches the others of its host through these descriptors, and takes those of sockets over."""
+    """Returns the context of a rank that communicates through these descriptors, and takes ownership of those of sockets."""
     size = config.tensor_parallel_size
 
     def comm(memory: int, size: int) -> Comm:
@@ -61,7 +61,7 @@ def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
 
 
 def channels(ends: Ends, rank: int, size: int) -> tuple[Channel | None, Channel | None]:
-    """Returns the ways to the neighbouring stages, of `size` ranks each. Their descriptors are taken over."""
+    """Returns the channels to the neighbouring stages, which have `size` ranks each. Takes ownership of the descriptors."""
     return (
         None if ends.before < 0 else SocketChannel(ends.before, rank - size),
         None if ends.after < 0 else SocketChannel(ends.after, rank + size),
@@ -69,7 +69,7 @@ def channels(ends: Ends, rank: int, size: int) -> tuple[Channel | None, Channel 
 
 
 def place_of(whole: GlooComm, config: EngineConfig, on_host: int) -> Place:
-    """Returns the place of a rank that reaches all others through connections. `on_host`: ranks that share its host's memory"""
+    """Returns the context of a rank that communicates only through connections. `on_host`: ranks that share its host's memory"""
     size, stages, rank, shares = config.tensor_parallel_size, config.pipeline_parallel_size, whole.rank, config.decode_context_parallel_size
     stage = Stage(rank // size, stages)
     members = range(stage.index * size, (stage.index + 1) * size)
@@ -98,5 +98,5 @@ def nccl_place(whole: NcclComm, ends: Ends, config: EngineConfig) -> Place:
         stage=Stage(rank // size, config.pipeline_parallel_size),
         before=before,
         after=after,
-        on_host=1,  # each has the memory of a GPU to itself
+        on_host=1,  # each rank has the memory of a GPU to itself
     )

@@ -1,10 +1,10 @@
-"""The program seam: how a model computes a step, from entries that the host sent to sampled ids that lie in the rows.
+"""The program interface: how a model computes a step, from scheduled rows sent by the host to sampled ids stored in the table.
 
     load (plan -> entries) -> prepare (rows -> tensors) -> model -> logits -> ids, greedy or by temperature -> finish (ids -> rows, result)
 
     Eager     layer by layer, op by op: the readable one, on any device
     Graph     the same, padded to shapes that are captured as CUDA graphs (`worker/graph_program.py`)
-    Native    one call of the native library a step (`worker/native_program.py`)
+    Native    one call of the native library per step (`worker/native_program.py`)
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,22 +33,22 @@ from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words, send
 from octavo.worker.step_sharing import Keys, StepSharing, StepTeams
 
-PADDING = -1  # the row of an entry that stands for no sequence
+PADDING = -1  # the row of a padding entry
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands, and how it reaches the others."""
+    """The context of a rank: how it communicates with the others."""
 
-    comm: Comm  # with those that share its layers
+    comm: Comm  # with the ranks that share its layers
     context: Comm = NOBODY  # with those of them that share a context with it
     stage: Stage = ONLY
-    before: Channel | None = None  # from the stage before; None: it is the first
+    before: Channel | None = None  # from the previous stage; None: it is the first
     after: Channel | None = None  # to the next stage; None: it is the last
     on_host: int = 0  # ranks that share this host's memory; 0: all
 
     def wait_at_most(self, seconds: float) -> None:
-        """Sets how long a rank waits for the others wherever they meet. A neighbouring stage may take as long as it likes."""
+        """Sets how long a rank waits for others in a collective operation. A neighbouring stage has no time limit."""
         self.comm.wait_at_most(seconds)
         self.context.wait_at_most(seconds)
 
@@ -60,22 +60,22 @@ ALONE = Place(NOBODY)
 class Shape:
     entries: int
     tokens: int
-    in_teams: bool = False  # on a device: rows may read keys together, which takes more kernels
+    in_teams: bool = False  # on a device: some rows have shared-prefix groups, which need more kernels
 
     @property
     def decodes(self) -> bool:
-        """Every entry has one token."""
+        """Whether every scheduled row has one token."""
         return self.entries == self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a step left behind, where it was computed."""
+    """The results of a step, on the device that computed it."""
 
     step: StepTensors
-    hidden: Tensor  # after the final norm: [T, hidden] of all tokens, if the step is whole; else of the last of each entry at least
-    logits: Tensor  # [P, vocab], of the last token of each entry; a rank has those of its tokens
-    result: Tensor  # [P] int32: the id, 0 where none was sampled, -1 where a hidden state is not finite
+    hidden: Tensor  # after the final norm: [T, hidden] of all tokens if the step is whole; otherwise at least of the last token of each row
+    logits: Tensor  # [P, vocab], of the last token of each scheduled row; a rank has only its part of the vocabulary
+    result: Tensor  # [P] int32: the id, 0 if none was sampled, -1 if a hidden state is not finite
 
 
 class Program(Protocol):
@@ -83,15 +83,15 @@ class Program(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What the weights take."""
+        """The bytes of the weights."""
 
     def load(self, plan: StepPlan) -> Shape:
-        """Takes in the entries of a step that has any. Returns the shape it is padded to."""
+        """Sends the scheduled rows of a non-empty step. Returns the shape it is padded to."""
 
     def run(self, shape: Shape, whole: bool) -> Forward | None:
-        """Computes the step that was loaded. `whole`: hidden states of all tokens are wanted.
+        """Computes the loaded step. `whole`: hidden states of all tokens are needed.
 
-        Returns None if another stage has the rest of the layers: it has got the stream.
+        Returns None if another stage has the remaining layers: the residual stream was sent to it.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Eager:
         self._block_size = block_size
         self._spans = [links * block_size for links in table.layout.links]
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # of each layer
+        self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # per layer
         most_rows, device = len(table.words), table.words.device
         self.teams = _teams(model, backend, len(self._spans), most_rows)
         cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
@@ -122,7 +122,7 @@ class Eager:
         self.shared: Keys = [NOTHING] * len(self._spans)
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
-        # one place for the logits of all steps: what each graph kept for itself would be gigabytes
+        # one buffer for the logits of all steps: separate buffers for each graph would need gigabytes
         self.logits_memory = torch.empty(most_rows, len(model.tokens), dtype=model.dtype, device=device)
 
     @property
@@ -133,21 +133,21 @@ class Eager:
         return self.put(plan, Shape(len(plan.row), sum(plan.num_query), self.share(plan)))
 
     def share(self, plan: StepPlan) -> bool:
-        """Finds the keys that entries of a step read together. Returns whether they do so in teams."""
+        """Finds the keys that several scheduled rows share. Returns whether cascade (shared-prefix) groups read them."""
         if self.sharing is None:
             return False
         self.shared = self.sharing.of(plan)
         return self.teams is not None and any(len(keys.nodes) for keys in self.shared)
 
     def put(self, plan: StepPlan, shape: Shape) -> Shape:
-        """Sends the entries of a step to where the rows lie, padded to a shape."""
+        """Sends the scheduled rows of a step to the device, padded to a shape."""
         send(entries(plan, shape), self.memory.entries)
         if self.teams is not None and shape.in_teams:
             self.teams.send(self.shared, shape.entries)
         return shape
 
     def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward | None:
-        """`layers`: all, if not said."""
+        """`layers`: all by default."""
         if self.place.after is not None:
             self.place.after.send(self.model.stream(self._prepared(shape), layers))
             return None
@@ -158,9 +158,9 @@ class Eager:
         return Forward(step, states if whole else hidden, logits, result)
 
     def compute(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """States of all tokens, hidden states of the last of each entry, and logits, which last until the next step.
+        """States of all tokens, hidden states of the last token of each scheduled row, and logits, which are valid until the next step.
 
-        The first are hidden states, too, if the step is whole; else what `Decoder.sampled` gives. The rows stay as they are.
+        If the step is whole, the first are hidden states, too; otherwise they are what `Decoder.sampled` returns. The rows do not change.
         """
         step, batch = self.memory.step(shape.entries, shape.tokens), self._prepared(shape)
         if whole or shape.decodes:
@@ -175,7 +175,7 @@ class Eager:
         return logits
 
     def _prepared(self, shape: Shape) -> ForwardBatch:
-        """Returns the batch of a step, read out of the rows, with the stream of the stage before."""
+        """Returns the batch of a step, read from the rows, with the residual stream of the previous stage."""
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         batch = self._batch(step, shape)
@@ -185,7 +185,7 @@ class Eager:
         return batch
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
-        """Returns the batch of the first cache group, which knows those of the others."""
+        """Returns the batch of the first cache group, which refers to those of the others."""
         batch, *others = [self._batch_of(group, step, shape) for group in range(len(self._spans))]
         if others:
             batch.by_layer = [[batch, *others][group] for group in self._groups]
@@ -203,7 +203,7 @@ class Eager:
 
 
 def entries(plan: StepPlan, shape: Shape) -> Words:
-    """Returns the plan as words, padded to a shape: query_start | row | start | samples"""
+    """Returns the plan as packed int32 fields, padded to a shape: query_start | row | start | samples"""
     count, size = len(plan.row), shape.entries
     words = np.zeros((4, part_words(size)), np.int32)
     query_start, row, start, samples = words
@@ -216,7 +216,7 @@ def entries(plan: StepPlan, shape: Shape) -> Words:
 
 
 def _teams(model: Decoder, backend: type[AttentionBackend], groups: int, most_rows: int) -> StepTeams | None:
-    """Returns where the teams of a step are put down, or None if its rows read alone."""
+    """Returns the buffers for the shared-prefix groups of a step, or None if every row reads its keys alone."""
     specs = [layer.mixer for layer in describe(model.config).kinds]
     full = [spec for spec in specs if isinstance(spec, AttentionSpec) and spec.window is None]
     if not backend.in_teams or model.device.type == "cpu" or not full:

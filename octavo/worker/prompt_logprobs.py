@@ -1,10 +1,10 @@
-"""How likely a model finds the tokens of a prompt.
+"""The logprobs of prompt tokens.
 
-    positions computed    3  4  5  6          hidden state i says what it expects at i + 1:
-    tokens it expects     4  5  6  7          a prompt of 7 tokens has no token 7, so the last one is left to the sampler
+    positions computed    3  4  5  6          hidden state i predicts the token at i + 1:
+    tokens predicted      4  5  6  7          a prompt of 7 tokens has no token 7, so the last one is left to the sampler
 
-Logits are made and ranked a slice at a time: those of a whole chunk would take more memory than the model's weights. What is left
-of a slice, and goes to the host, are its rankings. Nothing here waits for a device.
+Logits are computed and ranked in slices: those of a whole chunk would need more memory than the model's weights. Only the rankings
+of a slice are kept and copied to the host. Nothing here waits for a device.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from octavo.messages import PromptPiece, StepPlan
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampling, listed, on_host
 
-SLICE_LOGITS = {"cpu": 2**22, "cuda": 2**25}  # logits in a slice: 16 MiB in four bytes, 64 MiB in two
+SLICE_LOGITS = {"cpu": 2**22, "cuda": 2**25}  # logits in a slice: 16 MiB with four bytes each, 64 MiB with two
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRankings:
-    """What a piece of a prompt's logprobs is made of, on its way to the host."""
+    """The rankings of a piece of a prompt, from which logprobs are computed on the host."""
 
     entry: int
     first: int  # the position of its first token
-    count: int  # how many of the best were asked for
-    found: list[Ranking]  # of one slice after the other
+    count: int  # how many of the best were requested
+    found: list[Ranking]  # one per slice
 
     def to_host(self) -> "PromptRankings":
-        """Returns the same in memory of the host: readable when the device has come this far."""
+        """Returns a copy in host memory, which is readable when the device has reached this point."""
         return replace(self, found=[on_host(found) for found in self.found])
 
     def piece(self) -> PromptPiece:
@@ -45,17 +45,17 @@ class _Asked:
 
 
 class PromptLogprobs:
-    """Remembers which rows asked for them."""
+    """Tracks which rows requested prompt logprobs."""
 
     def __init__(self, table: RequestTable, vocab_size: int, sampling: Sampling = ops) -> None:
         self._table = table
         self._sampling = sampling
         self._size = max(SLICE_LOGITS[table.words.device.type] // vocab_size, 1)
-        self._asked: dict[int, _Asked] = {}  # row -> by its latest tenant
+        self._asked: dict[int, _Asked] = {}  # row -> request of its current owner
 
     def apply(self, plan: StepPlan) -> None:
-        """Learns of the rows a plan forks and writes. A sequence that moves takes along what it asked for; a sample that leaves its
-        parent begins behind the prompt, and has nothing to tell of it."""
+        """Processes the rows that a plan forks and writes. A sequence that moves keeps its request; a fork starts after the prompt and
+        has no prompt logprobs."""
         moved = [self._asked.get(fork.source) if fork.moves else None for fork in plan.row_forks]
         for fork, asked in zip(plan.row_forks, moved):
             self._asked.pop(fork.row, None)
@@ -67,13 +67,13 @@ class PromptLogprobs:
                 self._asked[write.row] = _Asked(write.params.prompt_logprobs, write.num_prompt)
 
     def reached(self, plan: StepPlan) -> bool:
-        """Returns whether a plan computes prompt tokens of a row that asked for them."""
+        """Returns whether a plan computes prompt tokens of a row that requested their logprobs."""
         if not self._asked:
             return False
         return any(row in self._asked and start + 1 < self._asked[row].num_prompt for row, start in zip(plan.row, plan.start))
 
     def rankings(self, hidden: Tensor, plan: StepPlan, logits: Callable[[Tensor], Tensor]) -> list[PromptRankings]:
-        """Ranks the prompt tokens each entry reached. hidden: [T, hidden], after the final norm; logits: of hidden states, [N, V]"""
+        """Ranks the prompt tokens that each scheduled row reached. hidden: [T, hidden], after the final norm; logits: function to [N, V]"""
         pieces: list[PromptRankings] = []
         if not self._asked:
             return pieces

@@ -1,17 +1,17 @@
-"""One rank of a model that is split over processes: the process itself, what it is told and what it tells.
+"""One rank of a model that is split over processes: the process itself, and the messages it receives and sends.
 
-    parent -> rank    RankOrders    one line: which rank it is, the model, the settings, the cache that all ranks have
-                      Room          how large the cache of all ranks is, where they had to say it first
-                      Forward       a plan, which it carries out with its part of the weights
-                      Sample        the masks of that plan, if it has any: without, a rank does not wait for them. It samples as every
-                                    rank of its stage does, and keeps the ids
-    rank -> parent    Room          how large a cache it has room for, if it was not told
-                      Ready         it has loaded its part; or Failed, why it cannot go on
-                      Result        of a step, if other stages made the beginning; from the first rank of the last stage
-                      Beat          every second: it is alive, and what it has done since the last one
+    parent -> rank    RankOrders    the spawn config, one line: rank number, model, settings, the size of the common cache
+                      Room          the size of the common cache, if ranks had to report theirs first
+                      Forward       a plan, which the rank executes with its part of the weights
+                      Sample        the masks of that plan, if it has any: otherwise a rank does not wait for them. Every rank of a
+                                    stage samples in the same way, and stores the ids
+    rank -> parent    Room          how much cache fits here, if it was not told a size
+                      Ready         it has loaded its part; or Failed, with the reason
+                      Result        of a step, if other stages computed the beginning; from the first rank of the last stage
+                      Beat          a heartbeat every second, with the steps since the previous one
 
-Ranks of a stage meet inside the steps (`layers/comm.py`), stages hand hidden states on. The process ends with its parent, and when its
-pipe is closed. What goes wrong in a step ends the rank, and with it the group.
+Ranks of a stage communicate inside the steps (`layers/comm.py`), stages pass hidden states on. The process ends with its parent, and
+when its pipe is closed. An error in a step ends the rank, and with it the group.
 """
 
 import os
@@ -48,33 +48,33 @@ if TYPE_CHECKING:
     from octavo.worker.facts import Facts
     from octavo.worker.model_runner import ModelRunner
 
-LENGTH_BYTES = 4  # before every message
+LENGTH_BYTES = 4  # prefix of every message
 
 
 class RankOrders(Struct, frozen=True):
-    """The orders of one rank."""
+    """The spawn config of one rank."""
 
     config: EngineConfig
     path: str  # of the model, found by the parent
     kind: Literal["folder", "gguf"]
     name: str
     rank: int
-    cpus: list[int]  # that it may use
-    weights: bytes  # what identifies the weights that the first rank has
+    cpus: list[int]  # that it may run on
+    weights: bytes  # identifies the weights of the first rank
     start_seconds: float
-    step_seconds: float  # that it may wait for another rank in a step
-    geometry: CacheGeometry | None  # None: it says what it has room for, and is told what all have
+    step_seconds: float  # how long it may wait for another rank in a step
+    geometry: CacheGeometry | None  # None: it reports what fits, and receives the common size
     log_level: str
     log_format: str
     ends: Ends = Ends()
-    address: str = ""  # where ranks find each other, if they do not share memory
-    host: str = ""  # the address of its own host, then
+    address: str = ""  # where ranks connect, if they do not share memory
+    host: str = ""  # in that case, the address of its own host
     on_host: int = 0  # ranks that share this host's memory; 0: all
-    verify: bool = False  # every step is proven against a contiguous cache
+    verify: bool = False  # verify every step against a contiguous cache
 
 
 class Room(Struct, tag="room", array_like=True, frozen=True):
-    """What the cache of one rank holds, or of all of them."""
+    """The size of the cache of one rank, or of all."""
 
     num_blocks: int
     max_model_len: int
@@ -82,8 +82,8 @@ class Room(Struct, tag="room", array_like=True, frozen=True):
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
     plan: StepPlan
-    said: list[tuple[int, int, int]] = []  # row, position, token: what the last stage has sampled since the plan before
-    events: list[tuple[Event, int, BlockKey | None]] = []  # what happened to blocks since then, where steps are proven
+    said: list[tuple[int, int, int]] = []  # row, position, token: sampled by the last stage since the previous plan
+    events: list[tuple[Event, int, BlockKey | None]] = []  # events of blocks since then, if steps are verified
 
 
 class Sample(Struct, tag="sample", array_like=True, frozen=True):
@@ -92,7 +92,7 @@ class Sample(Struct, tag="sample", array_like=True, frozen=True):
 
 
 class Ready(Struct, tag="ready", array_like=True, frozen=True):
-    """What a rank is, once it has loaded its part."""
+    """The properties of a rank that has loaded its part."""
 
     rank: int
     pid: int
@@ -117,14 +117,14 @@ class Result(Struct, tag="result", array_like=True, frozen=True):
 
 
 class Beat(Struct, tag="beat", array_like=True, frozen=True):
-    steps: list[tuple[int, float, float]]  # number, and when it began and ended, by the clock of this host
-    at: float = 0.0  # when this was said, by the same clock
-    began: float | None = None  # when the step began that it is in
-    compared: int = 0  # numbers of caches and outputs, where steps are proven
+    steps: list[tuple[int, float, float]]  # step number, start and end by the clock of this host
+    at: float = 0.0  # send time, by the same clock
+    began: float | None = None  # start of the current step
+    compared: int = 0  # numbers of caches and outputs compared, if steps are verified
 
 
 def _plain(value: Any) -> bytes | int | float:
-    """Returns ids as bytes, and a plain number for a default that nobody has set, which is a number of its own class."""
+    """Returns ids as bytes, and the plain number for a default value, which has a number class of its own."""
     if isinstance(value, array):
         return value.tobytes()
     return int(value) if isinstance(value, int) else float(value)
@@ -149,7 +149,7 @@ def encode(message: Order | Answer) -> bytes:
 
 
 def bodies(pipe: BinaryIO) -> Iterator[bytes]:
-    """Yields the messages that come through a pipe, until it is closed."""
+    """Yields the messages from a pipe, until it is closed."""
     while len(head := pipe.read(LENGTH_BYTES)) == LENGTH_BYTES:
         yield pipe.read(int.from_bytes(head, "little"))
 
@@ -173,13 +173,13 @@ def masks_of(message: Sample) -> Masks | None:
 
 
 class Diary:
-    """The steps of a rank, for its beats, which another thread takes."""
+    """The step log of a rank, for its heartbeats, which another thread sends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: list[tuple[int, float, float]] = []
         self._step = 0
-        self._began: float | None = None  # the step that it is in
+        self._began: float | None = None  # start of the current step
 
     def begin(self, step: int) -> None:
         with self._lock:
@@ -198,7 +198,7 @@ class Diary:
 
 
 def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
-    """Builds its part of the model, says that it is ready, and carries out plans until there are no more messages."""
+    """Builds its part of the model, reports that it is ready, and executes plans until there are no more messages."""
     from octavo.worker.build import build_proven
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
@@ -223,18 +223,18 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
                     happened(*event, runner, shadow)
                 runner.table.learn(message.said)
                 runner.forward(message.plan)
-                if message.plan.mask_rows:  # their masks are made meanwhile
+                if message.plan.mask_rows:  # their masks are still being computed
                     continue
             pending = runner.sample(masks_of(message) if isinstance(message, Sample) else None)
             diary.end()
             if reports:
                 tell(Result(pending.result()))
-        with suppress(OSError):  # nobody may listen any more
+        with suppress(OSError):  # the parent may be gone
             tell(msgspec.structs.replace(diary.beat(), compared=0 if shadow is None else shadow.compared.values))
 
 
 def _agreed(facts: "Facts", messages: Iterator[bytes], tell: Callable[[Answer], None]) -> CacheGeometry:
-    """Says what this rank has room for. Returns its cache, as large as that of all ranks."""
+    """Reports how much cache fits here. Returns the cache of this rank with the common size."""
     own = facts.plan_cache(alike=False)
     tell(Room(own.num_blocks, own.max_model_len))
     room = next(map(order, messages), None)
@@ -244,7 +244,7 @@ def _agreed(facts: "Facts", messages: Iterator[bytes], tell: Callable[[Answer], 
 
 
 def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> Ready:
-    """Returns what a rank is."""
+    """Returns the properties of a rank."""
     return Ready(
         rank=rank,
         pid=os.getpid(),
@@ -265,7 +265,7 @@ def _beat(diary: Diary, tell: Callable[[Answer], None]) -> None:
 
 
 class Pipe:
-    """Where the answers of a rank go. Its threads take turns."""
+    """The pipe for a rank's answers, with a lock for its threads."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -279,7 +279,7 @@ class Pipe:
 
 
 def failure(error: BaseException) -> Failed:
-    """Returns why a rank ends. What is no error of Octavo's own or of the machine is logged with its trace."""
+    """Returns why a rank ends. Unexpected errors are logged with a traceback."""
     if isinstance(error, (OctavoError, MemoryError, OSError)):
         return Failed(type(error).__name__, str(error) or type(error).__name__)
     log.logger.error("a rank failed", exc_info=error)
@@ -288,10 +288,10 @@ def failure(error: BaseException) -> Failed:
 
 def main(parent: int) -> None:
     die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles these signals
         signal.signal(number, signal.SIG_IGN)
     answers = Pipe(os.dup(sys.stdout.fileno()))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with answers
     pipe = sys.stdin.buffer
     orders = msgspec.json.decode(pipe.readline(), type=RankOrders)
     log.setup(orders.log_level, orders.log_format)
@@ -303,4 +303,4 @@ def main(parent: int) -> None:
     except BaseException as error:
         answers.tell(failure(error))
         code = 1
-    os._exit(code)  # at once, whatever other threads do
+    os._exit(code)  # at once, even if other threads run

@@ -1,12 +1,12 @@
-"""Sampling where ranks share the vocabulary: each reads its own part of every row of logits. They exchange candidates, never logits.
+"""Sampling with a sharded vocabulary: each rank reads its part of every row of logits. Ranks exchange candidates, never logits.
 
-    no filter    each rank's best (score, id) of a row; the highest of all, and of equals the lower id
-    filters      each rank's nearest tokens, merged in the order (distance, id); masses are integers, so that sums are exact
-    logprobs     each rank counts ranks and masses in its part, and the counts are added; those of the processed kind first cut what
-                 a filter cuts, which the nearest tokens tell
+    no filter    each rank's best (score, id) of a row; the highest of all wins, and the lower id in a tie
+    filters      each rank's nearest tokens, merged in the order (distance, id); probabilities are integers, so sums are exact
+    logprobs     each rank counts ranks and probabilities in its part, and the counts are added; processed logprobs first apply the
+                 filters, which are determined by the nearest tokens
 
-Noise belongs to a token and a position, so a rank can draw for its tokens alone. The result is that of `kernels/reference/sampling.py`
-over the whole row, on every rank.
+Noise depends only on token and position, so a rank can sample among its tokens alone. The result equals that of
+`kernels/reference/sampling.py` over the whole row, on every rank.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ from octavo.kernels.reference.sampling import (
 from octavo.layers.comm import Comm
 from octavo.policy.split import vocabulary_rows
 
-AT_ONCE = 16  # rows on a GPU: noise of many tokens takes much memory
+AT_ONCE = 16  # rows on a GPU: the noise of many tokens needs much memory
 
 
 class RankSampling:
@@ -45,9 +45,9 @@ class RankSampling:
         self.tokens = vocabulary_rows(vocab_size, comm.size, comm.rank)
 
     def sample(self, logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-        """Returns one id a row, [S] int64, without a filter. logits: [S, tokens of this rank]; noise: [S, 4]; positions: [S]"""
+        """Returns one id per row, [S] int64, without filters. logits: [S, tokens of this rank]; noise: [S, 4]; positions: [S]"""
         warm = temperature > 0
-        if logits.is_cuda:  # a step that is captured cannot look at numbers
+        if logits.is_cuda:  # a captured step cannot branch on values
             some = zip(*(each.split(AT_ONCE) for each in (warm, logits, temperature, noise, positions)))
             return torch.cat([self._best(torch.where(warm[:, None], self._warm(*asked), asked[0].float())) for warm, *asked in some])
         scores = logits.float().clone()
@@ -56,18 +56,18 @@ class RankSampling:
         return self._best(scores)
 
     def _warm(self, logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-        """Returns scores with noise, the highest of which is drawn."""
+        """Returns scores with noise; the highest score is sampled."""
         unused = torch.zeros_like(temperature)
         draws = Draws(temperature, unused, unused, unused, noise.long() & LOW32, positions.long())
         return self._noise(draws).sub_(self._distances(logits.float(), temperature))
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Returns one id a row, [S] int64."""
+        """Returns one id per row, [S] int64."""
         draws = replace(draws, noise=draws.noise.long() & LOW32, positions=draws.positions.long())
         distance = self._distances(logits.float(), draws.temperature)
         plain = (draws.top_k == 0) & (draws.top_p >= 1) & (draws.min_p <= 0)
         narrow = ~plain & (draws.top_k <= NARROW)
-        ids = torch.full_like(plain, -1, dtype=torch.int64)  # -1: not drawn yet
+        ids = torch.full_like(plain, -1, dtype=torch.int64)  # -1: not sampled yet
         if plain.any():
             ids[plain] = self._best(self._noise(draws.take(plain)).sub_(distance[plain]))
         if narrow.any():
@@ -78,17 +78,17 @@ class RankSampling:
         return ids
 
     def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking:
-        """Returns where each row's id stands, and the row's `count` best."""
+        """Returns the rank of each row's id, and the row's `count` best."""
         distance = self._distances(logits.float(), torch.ones(len(ids), device=logits.device))
         index, mine = self._own_place(ids)
         own = distance.gather(1, index).masked_fill(~mine, torch.inf)
-        chosen = self._comm.all_gather(own).amin(1, keepdim=True)  # one rank has it
+        chosen = self._comm.all_gather(own).amin(1, keepdim=True)  # only one rank has it
         ranks = self._sum((distance < chosen).sum(1, keepdim=True)) + 1
         near, near_ids = self._nearest(distance, count)
         return Ranking(chosen.squeeze(1), ranks, self._sum(mass(distance).sum(1, keepdim=True)), near, near_ids)
 
     def drawn_from(self, logits: Tensor, draws: Draws, ids: Tensor, filtered: bool) -> Tensor:
-        """Returns this rank's part of what each id was drawn from (`drawn_from` of the reference has the whole)."""
+        """Returns this rank's part of the distribution each id was sampled from (the reference's `drawn_from` has the whole)."""
         distance = drawn_distances(self._distances, logits, draws)
         index, mine = self._own_place(ids)
         at = distance.gather(1, index)
@@ -100,17 +100,17 @@ class RankSampling:
         return distance.neg_()
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Returns rows as wide as the vocabulary, without the logits of other ranks: -inf, which no edit of a row changes."""
+        """Returns rows of full vocabulary width. The logits of other ranks are -inf, which no edit of a row changes."""
         rows = torch.full((len(logits), self._vocab_size), -torch.inf, device=logits.device)
         rows[:, self.tokens.start : self.tokens.stop] = logits
         return rows
 
     def own(self, logits: Tensor) -> Tensor:
-        """Returns the part of this rank of rows that are as wide as the vocabulary."""
+        """Returns this rank's part of rows of full vocabulary width."""
         return logits[:, self.tokens.start : self.tokens.stop]
 
     def _own_place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns where each id stands in this rank's part, and whether it does; of the others, some place. ids: [S]; each [S, 1]"""
+        """Returns the index of each id in this rank's part, and whether it is there; otherwise some valid index. ids: [S]; each [S, 1]"""
         index = ids[:, None].long() - self.tokens.start
         return index.clamp(0, len(self.tokens) - 1), (index >= 0) & (index < len(self.tokens))
 
@@ -143,7 +143,7 @@ class RankSampling:
         return self._comm.all_gather(counts).sum(1)
 
     def _draw_ordered(self, distance: Tensor, draws: Draws, width: int) -> Tensor:
-        """Draws among the `width` best. Returns -1 for a row whose cut may lie beyond them."""
+        """Samples among the `width` best. Returns -1 for a row whose cutoff may lie beyond them."""
         near, ids = self._nearest(distance, width)
         return draw_kept(near, ids, self._kept_of(near, distance, draws), draws, self._vocab_size)
 
@@ -152,9 +152,9 @@ class RankSampling:
         return kept(near, self._vocab_size, lambda *asked: self._sum(mass_above(distance, *asked)).unsqueeze(-1), draws)
 
     def _kept(self, distance: Tensor, draws: Draws) -> Tensor:
-        """Returns which tokens of this rank pass the filters. With min-p alone a rank knows by itself."""
+        """Returns which tokens of this rank pass the filters. For min-p alone a rank needs no communication."""
         keep = mass(distance) >= min_mass(draws)
-        open_ones = (draws.top_k > 0) | (draws.top_p < 1)  # rows whose cut is not known yet
+        open_ones = (draws.top_k > 0) | (draws.top_p < 1)  # rows whose cutoff is not known yet
         for width in (min(NARROW, self._vocab_size), self._vocab_size):
             rows = open_ones & ((draws.top_k <= width) | (width == self._vocab_size))
             if rows.any():
@@ -166,7 +166,7 @@ class RankSampling:
         return keep
 
     def _own_marks(self, ids: Tensor, marks: Tensor) -> Tensor:
-        """Returns the marks of this rank's tokens, [S, tokens], out of those of some tokens of all. ids, marks: [S, n]"""
+        """Selects the marks of this rank's tokens, [S, tokens], from the marks of some tokens of all ranks. ids, marks: [S, n]"""
         index, width = ids - self.tokens.start, len(self.tokens)
-        index = torch.where((index >= 0) & (index < width), index, width)  # one column more, for the tokens of others
+        index = torch.where((index >= 0) & (index < width), index, width)  # the extra column is for tokens of other ranks
         return torch.zeros(len(ids), width + 1, dtype=torch.bool, device=ids.device).scatter_(1, index, marks)[:, :width]

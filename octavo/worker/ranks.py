@@ -1,11 +1,11 @@
-"""`Ranks`: the other processes of a model that is split, as their parent sees them. `RankedRunner`: one executor out of all of them.
+"""`Ranks`: the other processes of a model that is split, as seen by the parent. `RankedRunner`: one executor for all of them.
 
     rank 0     in the engine's own process, in the first stage
-    the rest   get every plan and its masks, before rank 0 begins with it (`worker/rank_process.py`)
+    the rest   receive every plan and its masks before rank 0 executes it (`worker/rank_process.py`)
 
-Ranks are numbered stage by stage. The result of a step is that of rank 0, or where the layers are dealt over stages, that of the
-first rank of the last stage. A rank that ends, gives no sign of life, or does not come to a meeting within the time limit ends the
-group: the parent raises `RankLost`, which the engine does not survive. Who supervises the engine starts all of it again.
+Ranks are numbered stage by stage. The result of a step is that of rank 0 or, with a pipeline, that of the first rank of the
+last stage. A rank that ends, sends no heartbeat, or does not reach a collective operation within the time limit ends the
+group: the parent raises `RankLost`, which stops the engine. The supervisor of the engine restarts all of it.
 """
 
 import queue
@@ -44,7 +44,7 @@ from octavo.worker.tenants import Tenants
 
 OnLost = Callable[[OctavoError], None]
 Build = Callable[[CacheGeometry], tuple[ModelRunner, Shadow | None]]
-STEP_SECONDS = 60.0  # that ranks of a stage may wait for each other in a step, and that a rank may give no sign of life
+STEP_SECONDS = 60.0  # time limit for ranks of a stage to wait for each other in a step, and for a rank to send no heartbeat
 
 
 class Ranks:
@@ -52,17 +52,17 @@ class Ranks:
 
     def __init__(self, facts: Facts, geometry: CacheGeometry | None, meeting: Meeting, on_lost: OnLost, verify: bool = False) -> None:
         """`geometry`: of all ranks; None: they have to agree on it"""
-        self.compared: dict[int, int] = {}  # how many numbers each rank has compared, where steps are proven
+        self.compared: dict[int, int] = {}  # numbers compared by each rank, if steps are verified
         self._meeting = meeting
         self._on_lost = on_lost
-        self.rooms: dict[int, Room] = {}  # what each rank has room for, where they have to agree
-        self._rooms_known = threading.Event()  # all are, or a rank has ended
-        self._ready = threading.Event()  # the same
+        self.rooms: dict[int, Room] = {}  # how much cache fits on each rank, if they have to agree
+        self._rooms_known = threading.Event()  # set when all have reported, or when a rank has ended
+        self._ready = threading.Event()  # set when all are ready, or when a rank has ended
         self._stopping = False
-        self.about: dict[int, Ready] = {}  # what each rank is
+        self.about: dict[int, Ready] = {}  # the properties of each rank
         self.roster: Roster | None = None  # once all are ready
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # of steps; None: a rank is gone
-        level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # what a rank tells of its start, the first has told
+        level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # the first rank already logs the start
         self._count = facts.config.num_ranks - 1
         self.peers: list[Peer] = []
         for rank in range(1, facts.config.num_ranks):
@@ -100,7 +100,7 @@ class Ranks:
             self.roster.hear(peer.rank, message)
 
     def _on_end(self, peer: Peer) -> None:
-        """Nobody waits for a rank that is gone."""
+        """Aborts all waiting when a rank is gone."""
         if not self._stopping:
             was_ready = len(self.about) == self._count
             self.give_up()
@@ -114,7 +114,7 @@ class Ranks:
         self._ready.set()
 
     def agree(self, own: CacheGeometry) -> CacheGeometry:
-        """Returns the cache that every rank has room for, and tells them. `own`: what rank 0 has room for"""
+        """Returns the largest cache that fits on every rank, and sends it to them. `own`: what fits on rank 0"""
         self._rooms_known.wait()
         self._raise_if_gone()
         rooms = {0: Room(own.num_blocks, own.max_model_len)} | self.rooms
@@ -140,7 +140,7 @@ class Ranks:
             peer.tell(message)
 
     def explained(self, error: BaseException) -> BaseException:
-        """Returns the reason of a rank that ended, if that is behind this error."""
+        """Returns the error of a rank that ended, if it caused this error."""
         gone = next((peer for peer in self.peers if peer.ended), None)
         return gone.why() if gone is not None and isinstance(error, RankLost) else error
 
@@ -151,7 +151,7 @@ class Ranks:
 
 
 class RankedRunner:
-    """Carries out plans on all ranks."""
+    """Executes plans on all ranks."""
 
     def __init__(
         self, runner: ModelRunner, geometry: CacheGeometry, ranks: Ranks, meeting: Meeting, roster: Roster, shadow: Shadow | None
@@ -166,12 +166,12 @@ class RankedRunner:
         self._meeting = meeting
         self._stages = meeting.place.stage.count
         self._tenants = Tenants()
-        self._said: list[Said] = []  # by the last stage, since the last plan
-        self._events: list[tuple[Event, int, BlockKey | None]] = []  # of blocks, since then
+        self._said: list[Said] = []  # sampled by the last stage since the last plan
+        self._events: list[tuple[Event, int, BlockKey | None]] = []  # of blocks, since the last plan
         self._plan = StepPlan(0)
 
     def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
-        """Lets all ranks know what happened to a block, for proofs and checks. They learn it with the next plan."""
+        """Forwards a block event to all ranks with the next plan, for verification and checks."""
         self._events.append((event, block, key))
         happened(event, block, key, self.runner, self.shadow)
 
@@ -187,7 +187,7 @@ class RankedRunner:
 
     def sample(self, masks: Masks | None = None) -> Promise:
         with self._as_one():
-            if self._plan.mask_rows:  # else they do not wait for a word
+            if self._plan.mask_rows:  # otherwise the ranks do not wait for a message
                 self.ranks.tell(encode(sample(masks)))
             own = self.runner.sample(masks)
         self._diary.end()
@@ -204,7 +204,7 @@ class RankedRunner:
 
     @contextmanager
     def _as_one(self) -> Iterator[None]:
-        """The rows of all ranks have to stay the same: what stops this rank in the middle of a step ends the group."""
+        """An error that stops this rank during a step ends the group, because the rows of all ranks must stay the same."""
         try:
             yield
         except RankLost as error:
@@ -216,7 +216,7 @@ class RankedRunner:
             raise
 
     def stop(self) -> None:
-        """Ends all ranks, and drops every reference, so that all memory goes."""
+        """Ends all ranks, and drops every reference, so that all memory is freed."""
         self.ranks.stop()
         self.roster.close()
         self.runner.stop()
@@ -226,7 +226,7 @@ class RankedRunner:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The result of a step that another stage ends."""
+    """The result of a step that another stage completes."""
 
     runner: RankedRunner
     plan: StepPlan
@@ -238,12 +238,12 @@ class Awaited:
 def with_ranks(
     facts: Facts, meeting: Meeting, build: Build, on_lost: OnLost = lambda error: None, verify: bool = False
 ) -> RankedRunner:
-    """Returns a runner of all ranks, which load their parts at the same time. They meet when they warm up.
+    """Returns a runner of all ranks, which load their parts at the same time. They first communicate during the warm-up.
 
-    `build`: makes the runner of rank 0, and its shadow if steps are proven; every other rank makes its own
-    `on_lost`: called in a thread with the reason when a rank ends that was ready, also where no step is under way
+    `build`: makes the runner of rank 0, and its shadow if steps are verified; every other rank makes its own
+    `on_lost`: called in a thread with the reason when a ready rank ends, even between steps
     """
-    own = facts.plan_cache(meeting.alike)  # before a process starts: it may not fit
+    own = facts.plan_cache(meeting.alike)  # before any process starts, since it may not fit
     ranks = Ranks(facts, own if meeting.alike else None, meeting, on_lost, verify)
     try:
         geometry = own if meeting.alike else ranks.agree(own)

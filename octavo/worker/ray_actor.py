@@ -1,7 +1,7 @@
 """One rank on a node of a Ray cluster: the actor that its parent calls (`worker/ray_ranks.py`).
 
-Calls carry bytes, and so do their answers: no object of ours goes through Ray. A thread of the actor does what a rank process does
-(`worker/rank_process.py`), and queues stand in for its pipes.
+Calls and answers are bytes: Ray serialises no object of Octavo. A thread of the actor does the work of a rank process
+(`worker/rank_process.py`), with queues in place of its pipes.
 """
 
 import queue
@@ -14,7 +14,7 @@ from octavo.version import __version__
 
 
 class Node(msgspec.Struct, frozen=True):
-    """What an actor finds on its node."""
+    """The properties of a node, as seen by its actor."""
 
     cpus: list[int]
     version: str  # of Octavo
@@ -41,7 +41,7 @@ class RankActor:
         self._orders.put(None)
 
     def hear(self) -> bytes:
-        """Waits for the next answer of the rank. An empty one is the last."""
+        """Waits for the next answer of the rank. The last one is empty."""
         return self._answers.get()
 
     def _serve(self, data: bytes) -> None:

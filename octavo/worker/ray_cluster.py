@@ -1,7 +1,7 @@
-"""A Ray cluster, as the engine finds it: connects to it, refuses in one line what cannot work, and places ranks on its nodes.
+"""A Ray cluster: connects to it, refuses with a one-line error if it cannot be used, and places ranks on its nodes.
 
-Ray is imported here alone, and only where it is asked for. Whoever reaches Ray's ports can run code on its nodes, so the log says
-which ports these are.
+Ray is imported only here, and only if it is used. Any host that can reach Ray's ports can run code on its nodes, so these ports are
+logged.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ from octavo.version import __version__
 from octavo.worker.ray_actor import Node, RankActor
 
 CONNECT_SECONDS = 5.0
-PLACE_SECONDS = 60.0  # that Ray may need to find room: it takes a while to notice that a node is gone
-LOOK_SECONDS = 120.0  # that an actor may need to start
+PLACE_SECONDS = 60.0  # time that Ray may need to find room: it takes a while to detect that a node is gone
+LOOK_SECONDS = 120.0  # time that an actor may need to start
 SHOWN_NODES = 4
 NODE_LABEL = "ray.io/node-id"
 INSTALL = 'pip install "octavo[ray]"'
@@ -35,7 +35,7 @@ START = "ray start --head, then ray start --address=HOST:6379 on every other nod
 
 
 class Member:
-    """This process as a member of a cluster, with the actors that it has placed there."""
+    """This process as a member of a cluster, with the actors that it has started there."""
 
     def __init__(self) -> None:
         self.ray = _import_ray()
@@ -49,7 +49,7 @@ class Member:
         return [node for node in self.ray.nodes() if node["Alive"]]
 
     def reserve(self, need: dict[str, float], labels: list[dict[str, str]], name: str, seconds: float) -> list[str]:
-        """Reserves what is needed once for each of `labels`, which a node must have. Returns the nodes, or none if there is no room."""
+        """Reserves `need` once for each of `labels`, which a node must have. Returns the nodes, or none if there is no room."""
         from ray.util.placement_group import placement_group, placement_group_table
 
         self._group = placement_group([need] * len(labels), strategy="SPREAD", bundle_label_selector=labels, name=name)
@@ -59,7 +59,7 @@ class Member:
         return [found[place] for place in range(len(labels))]
 
     def start(self, kind: type, place: int, gpus: bool) -> None:
-        """Starts an actor at one of the places that were reserved. A thread of its own answers calls of the group `answers`."""
+        """Starts an actor in one of the reserved places. A separate thread of it answers calls of the group `answers`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
@@ -69,17 +69,17 @@ class Member:
         self.actors.append(make.remote())
 
     def answer_of(self, asked: Any, who: str) -> Node:
-        """Returns what an actor finds on its node, which it was asked for."""
+        """Returns the properties of an actor's node, from a pending call."""
         try:
             node = msgspec.json.decode(self.ray.get(asked, timeout=LOOK_SECONDS), type=Node)
-        except Exception as error:  # Ray's errors are of many kinds
+        except Exception as error:  # Ray raises many kinds of errors
             raise ConfigError(f"{who} cannot start: {one_line(error)}") from error
         if node.version != __version__:
             raise ConfigError(f"{who} has Octavo {node.version}, this machine {__version__}: install the same")
         return node
 
     def release(self) -> None:
-        """Gives back what was reserved."""
+        """Releases the reservation."""
         if self._group is not None:
             from ray.util.placement_group import remove_placement_group
 
@@ -87,7 +87,7 @@ class Member:
                 remove_placement_group(self._group)
 
     def leave(self) -> None:
-        """Ends the actors, gives their place back, and takes leave of a cluster that was not joined before."""
+        """Kills the actors, releases the reservation, and disconnects if this process had connected."""
         for actor in self.actors:
             with suppress(Exception):
                 self.ray.kill(actor)
@@ -125,7 +125,7 @@ class RayCluster(Member):
             self.start(RankActor, rank, gpus)
 
     def look(self) -> list[Node]:
-        """Returns what the actors of ranks 1, 2, ... find on their nodes."""
+        """Returns the properties of the nodes of ranks 1, 2, ..."""
         asked = [actor.look.remote() for actor in self.actors]
         return [self.answer_of(answer, f"rank {rank} on {self.hosts[rank]}") for rank, answer in enumerate(asked, 1)]
 
@@ -135,7 +135,7 @@ def need_of(gpus: bool) -> dict[str, float]:
 
 
 def own_address() -> dict[str, str]:
-    """Returns the cluster of an actor, as a variable for its children. They could find another one on their host."""
+    """Returns the cluster of an actor, as an environment variable for its children. They might find another one on their host."""
     import ray
 
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray.is_initialized() else {}
@@ -150,7 +150,7 @@ def _import_ray() -> Any:
 
 
 def connect(ray: Any) -> str:
-    """Joins the cluster that runs here or at RAY_ADDRESS. Returns its address."""
+    """Connects to the cluster that runs here or at RAY_ADDRESS. Returns its address."""
     asked = ray_address()
     address = _found(asked)
     host, _, port = address.rpartition(":")
@@ -171,9 +171,9 @@ def connect(ray: Any) -> str:
 
 
 def _knock(address: str) -> None:
-    """Raises what a cluster answers to a wrong token. `ray.init` would try again for 20 seconds, and not say why it gave up.
+    """Raises the cluster's error for a wrong token. `ray.init` would retry for 20 seconds, and not report why it gave up.
 
-    Not for a cluster that Ray finds itself: `ray.init` looks for its token, too.
+    This is not needed for a cluster that Ray finds itself: `ray.init` then finds its token, too.
     """
     import ray._raylet
 
@@ -197,7 +197,7 @@ def _found(asked: str | None) -> str:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray sets a handler of its own for SIGTERM; what a signal means is decided by whoever runs the engine."""
+    """Restores the SIGTERM handler that Ray replaces: the process that runs the engine decides how to handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,7 +215,7 @@ def _why(error: BaseException) -> str:
 
 
 def check_room(nodes: list[dict[str, Any]], here: str, address: str, ranks: int, gpus: bool) -> None:
-    """Refuses more ranks than the cluster could ever take, and a driver's node without a CPU for the first."""
+    """Refuses more ranks than the cluster could ever hold, and a node without a CPU for rank 0 here."""
     check_count(nodes, address, ranks, gpus, "ranks", "tensor_parallel_size or pipeline_parallel_size")
     for kind in need_of(gpus):
         if not any(node["NodeID"] == here and node["Resources"].get(kind, 0) >= 1 for node in nodes):
@@ -223,7 +223,7 @@ def check_room(nodes: list[dict[str, Any]], here: str, address: str, ranks: int,
 
 
 def check_count(nodes: list[dict[str, Any]], address: str, count: int, gpus: bool, what: str, setting: str) -> None:
-    """Refuses more ranks or engines than the cluster could ever take. `setting`: what can be lowered"""
+    """Refuses more ranks or engines than the cluster could ever hold. `setting`: the one to lower"""
     for kind in need_of(gpus):
         there = sum(int(node["Resources"].get(kind, 0)) for node in nodes)
         if there < count:
@@ -234,7 +234,7 @@ def check_count(nodes: list[dict[str, Any]], address: str, count: int, gpus: boo
 
 
 def token_authentication() -> bool | None:
-    """Whether this process shows Ray a token. None: this version of Ray knows no tokens"""
+    """Whether this process authenticates to Ray with a token. None: this version of Ray does not support tokens"""
     import ray._raylet
 
     raylet: Any = ray._raylet
@@ -244,7 +244,7 @@ def token_authentication() -> bool | None:
 
 
 def ports_line(address: str, nodes: list[dict[str, Any]], token: bool | None) -> str:
-    """Returns what listens, and what protects it."""
+    """Returns the listening ports and how they are protected."""
     told = [
         f"{node['NodeManagerAddress']}: " + ", ".join(f"{node[key]} ({what})" for key, what in PORTS.items() if node.get(key, -1) > 0)
         for node in nodes[:SHOWN_NODES]
@@ -264,7 +264,7 @@ def one_line(error: BaseException) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the sentence of Ray's report that says what happened."""
+    """Returns the sentence of Ray's error report that describes the cause."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line.startswith("The actor") or "died" in line or "unavailable" in line]
     return " ".join((said[-1] if said else one_line(error)).split())[:200]

@@ -1,9 +1,9 @@
-"""Ranks on the nodes of a Ray cluster, as their parent sees them: what `worker/ranks.py` has for processes of one host.
+"""Ranks on the nodes of a Ray cluster, as seen by the parent: the counterpart of `worker/host_ranks.py`.
 
-    rank 0     in the engine's own process, on the node where that runs
-    the rest   an actor each, spread over the nodes (`worker/ray_actor.py`)
+    rank 0     in the engine's own process, on that node
+    the rest   one actor each, spread over the nodes (`worker/ray_actor.py`)
 
-Actors belong to the engine's process: Ray ends them when that ends, whichever way.
+Actors belong to the engine's process: Ray kills them when it ends, for any reason.
 """
 
 from contextlib import suppress
@@ -23,7 +23,7 @@ from octavo.worker.ray_cluster import RayCluster, reason_of
 
 
 class RayPeer(ListeningPeer):
-    """A rank that is an actor."""
+    """A rank that is a Ray actor."""
 
     def __init__(self, ray: Any, actor: Any, host: str, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
         super().__init__(orders, on_answer, on_end)
@@ -45,12 +45,12 @@ class RayPeer(ListeningPeer):
             return data[LENGTH_BYTES:]
         except self._ray.exceptions.GetTimeoutError:
             self._gone = f"did not answer for {self._seconds:g} s"
-        except Exception as error:  # an actor that died, a node that is gone, a cluster that was left
+        except Exception as error:  # an actor that died, a node that is gone, a disconnected cluster
             self._gone = f"is gone: {reason_of(error)}"
         return None
 
     def why(self) -> OctavoError:
-        """Returns why it ended, as it said itself, or else as Ray tells it."""
+        """Returns the reason why it ended: its own message, or else Ray's."""
         name = f"{self.rank} on {self._host}"
         return RankLost(f"rank {name} {self._gone}") if self._failed is None else failed(name, self._failed)
 
@@ -63,7 +63,7 @@ class RayPeer(ListeningPeer):
 
 
 class RayMeeting:
-    """What ranks on several nodes meet through. The thread that makes it keeps to the CPUs of rank 0."""
+    """The process group of ranks on several nodes. The thread that creates it is bound to the CPUs of rank 0."""
 
     alike = False
 
@@ -74,7 +74,7 @@ class RayMeeting:
         try:
             cpus = [self._before, *(node.cpus for node in self._cluster.look())]
             hosts = self._cluster.hosts
-            self._on_host = [hosts.count(host) for host in hosts]  # several nodes of one host share its CPUs, too
+            self._on_host = [hosts.count(host) for host in hosts]  # several nodes of one host share its CPUs
             self._cpus = [share_of_cpus(hosts[:rank].count(hosts[rank]), self._on_host[rank], cpus[rank]) for rank in range(count)]
             self._whole = GlooComm.create(hosts[0], count, START_SECONDS)
             self.place = place_of(self._whole, config, self._on_host[0])
@@ -88,7 +88,7 @@ class RayMeeting:
         return self._cpus[rank][: thread_limit()]
 
     def peer(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> Peer:
-        """Lets a rank begin."""
+        """Starts a rank."""
         rank, cluster = orders.rank, self._cluster
         own = msgspec.structs.replace(
             orders, address=self._whole.address, host=cluster.hosts[rank], on_host=self._on_host[rank]
@@ -96,13 +96,13 @@ class RayMeeting:
         return RayPeer(cluster.ray, cluster.actors[rank - 1], cluster.hosts[rank], own, on_answer, on_end)
 
     def give_out(self) -> None:
-        """Nothing was inherited."""
+        """Does nothing: no descriptors were inherited."""
 
     def wait_at_most(self, seconds: float) -> None:
         self._whole.wait_at_most(seconds)
 
     def abort(self) -> None:
-        """This rank waits for nobody any more."""
+        """Ends the waiting of this rank."""
         self._whole.abort()
 
     def leave(self) -> None:

@@ -1,12 +1,12 @@
-"""`RequestTable`: what the worker knows of each running sequence, a line of words a row (`kernels/row_words.py`).
+"""`RequestTable`: the worker's state of each running sequence, one row of packed int32 fields each (`kernels/row_words.py`).
 
     row   lengths, temperature, noise   block tables             token_ids
      0    4, 4, 0.7, ...                [ 5  9  0 .. ]           [ 12  7 99  4 .. ]
      1    3, 2, 0.0, ...                [ 5  2  0 .. ]           [ 12  7 31 .. ]
 
-A step sends only what changed, in one upload: runs of words and where they go. Forks are copies inside the table. A sampled id is
-appended where the table lies, so the next step can be planned and launched before the host has seen it. A freed row needs no
-message: whoever gets it next overwrites it; what lies past a row's blocks and ids is never read.
+A step sends only the changes, in one upload: runs of int32 values and their destinations. Forks are copies inside the table. A
+sampled id is appended on the device, so the next step can be planned and launched before the host has received it. A freed row needs
+no message: its next owner overwrites it, and nothing after a row's blocks and ids is ever read.
 """
 
 import numpy as np
@@ -31,27 +31,27 @@ class RequestTable:
         self.words = torch.zeros(num_rows, layout.width, dtype=torch.int32, device=device)  # [rows, width]; the rest are views
         self.num_tokens, self.num_prompt = self.words[:, NUM_TOKENS], self.words[:, NUM_PROMPT]
         self.token_ids = self.words[:, layout.tokens :]  # [rows, max_len]
-        self._changes: TableChanges | None = None  # kept where somebody asks
+        self._changes: TableChanges | None = None  # tracked if requested
 
     def watched_tables(self) -> "TableChanges":
-        """Returns the block tables as the host sees them and counts of their changes, which are kept from now on."""
+        """Returns the block tables as seen by the host and counters of their changes, which are tracked from now on."""
         if self._changes is None:
             self._changes = TableChanges(self._block_tables() if self.words.device.type == "cpu" else None, len(self.words), self.layout)
         return self._changes
 
     def _block_tables(self) -> Words:
-        """Returns a view of the lines [groups, rows, max_blocks]."""
+        """Returns a view of the block tables, [groups, rows, max_blocks]."""
         layout, first = self.layout, self.layout.table(0)
         lines = self.words.numpy()[:, first : first + layout.groups * layout.max_blocks]
         return np.moveaxis(lines.reshape(len(lines), layout.groups, layout.max_blocks), 1, 0)
 
     def apply(self, plan: StepPlan) -> None:
-        """Makes every change of a plan in the rows, in the order it was decided."""
+        """Applies every change of a plan to the rows, in the order in which they were decided."""
         if self._changes is not None:
             self._changes.apply(plan)
         if plan.row_forks:
             self._copy_lines(plan.row_forks)
-        runs: list[tuple[int, Words]] = []  # where they go, and what
+        runs: list[tuple[int, Words]] = []  # destination and values
         for fork in plan.row_forks:
             runs.append((self._at(fork.row, NOISE), noise_words(fork.noise)))
         for write in plan.row_writes:
@@ -69,7 +69,7 @@ class RequestTable:
             self._replace_last(plan.last_ids)
 
     def learn(self, tokens: list[Said]) -> None:
-        """Takes in tokens that another stage of a pipeline has sampled."""
+        """Appends tokens that another stage of a pipeline has sampled."""
         runs: list[tuple[int, Words]] = []
         for row, position, token in tokens:
             runs.append((self._at(row, self.layout.tokens + position), np.array([token], np.int32)))
@@ -81,7 +81,7 @@ class RequestTable:
         return row * self.layout.width + word
 
     def _copy_lines(self, forks: list[RowFork]) -> None:
-        """Copies whole lines, all reads before any write: rows that exchange places go through memory beside the table."""
+        """Copies whole rows, all reads before any write: rows that are exchanged go through separate memory."""
         width, flat, count = self.layout.width, self.words.view(-1), len(forks)
         sources, targets, beside = (np.array(rows) * width for rows in zip(*((f.source, f.row, i) for i, f in enumerate(forks))))
         if set(sources.tolist()) & set(targets.tolist()):
@@ -97,7 +97,7 @@ class RequestTable:
         copy_words(source, target, _runs(upload(runs.ravel().view(np.int32), self.words.device)), width)
 
     def _replace_last(self, last_ids: list[tuple[int, int]]) -> None:
-        """The host may not know how long a row is: its length is read where it lies."""
+        """The host may not know the length of a row, so it is read on the device."""
         rows, ids = upload(np.array(last_ids, np.int32).T.copy(), self.words.device)
         places = self.num_tokens.index_select(0, rows) - 1
         self.token_ids[rows.long(), places.long()] = ids
@@ -112,21 +112,21 @@ class RequestTable:
         counts = np.array([len(words) for _, words in runs])
         starts = 6 * len(runs) + counts.cumsum() - counts
         places = np.array([place for place, _ in runs], np.int64)
-        table = np.stack([starts, places, counts], axis=1).ravel().view(np.int32)  # [N, 3] of two words each
+        table = np.stack([starts, places, counts], axis=1).ravel().view(np.int32)  # [N, 3], each number two int32 values
         sent = upload(np.concatenate([table, *(words for _, words in runs)]), self.words.device)
         copy_words(sent, self.words.view(-1), _runs(sent[: table.size]), int(counts.max()))
 
 
 class TableChanges:
-    """Counts the changes of each block table other than at its end. While a count stays, what was found in the table before is there."""
+    """Counts the changes of each block table except appends. While a counter is unchanged, earlier findings about the table hold."""
 
     def __init__(self, tables: Words | None, num_rows: int, layout: RowLayout) -> None:
-        """`tables`: [groups, rows, max_blocks], where the lines lie in the host's memory. Else they are kept here, too."""
+        """`tables`: [groups, rows, max_blocks] if they are in host memory. Otherwise a copy is maintained here."""
         shape = layout.groups, num_rows
         self._kept = tables is None
         self.tables = np.zeros((*shape, layout.max_blocks), np.int32) if tables is None else tables
         self.count = np.zeros(shape, np.int64)
-        self._blocks = np.zeros(shape, np.int64)  # of each table
+        self._blocks = np.zeros(shape, np.int64)  # length of each table
 
     def apply(self, plan: StepPlan) -> None:
         if self._kept:
@@ -147,7 +147,7 @@ class TableChanges:
             np.maximum.at(self._blocks, (groups, rows), index + 1)
 
     def _keep(self, plan: StepPlan) -> None:
-        """Changes the tables as the lines are changed where they lie."""
+        """Applies the changes to the copy of the tables."""
         if plan.row_forks:
             targets, sources = [fork.row for fork in plan.row_forks], [fork.source for fork in plan.row_forks]
             self.tables[:, targets] = self.tables[:, sources]
@@ -160,12 +160,12 @@ class TableChanges:
 
 
 def _runs(words: Tensor) -> Tensor:
-    """Runs of `copy_words`, [N, 3] int64: all rows together may have more than 2^31 words."""
+    """Views the runs of `copy_words` as [N, 3] int64: all rows together may have more than 2^31 int32 values."""
     return words.view(torch.int64).view(-1, 3)
 
 
 def upload(words: Words, device: torch.device) -> Tensor:
-    """Returns the words on the device, without waiting for it."""
+    """Returns the values on the device, without waiting for it."""
     if device.type == "cpu":
         return torch.from_numpy(words)
     sent = torch.empty(words.shape, dtype=torch.int32, device=device)
@@ -174,7 +174,7 @@ def upload(words: Words, device: torch.device) -> Tensor:
 
 
 def send(words: Words, target: Tensor) -> None:
-    """Puts words at the beginning of a tensor. A copy to a device reads pinned memory, which is kept until it is done."""
+    """Copies values to the beginning of a tensor. A copy to a device reads pinned memory, which is kept until it is done."""
     if target.is_cuda:
         target[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
     else:
@@ -190,13 +190,13 @@ def _head(write: RowWrite) -> Words:
 
 
 def _temperature(write: RowWrite) -> float:
-    """What a step samples the row with: 0, which is greedy, also where the sampler draws the row again."""
+    """The temperature for the step's own sampling: 0, which is greedy, also if the sampler resamples the row."""
     params = write.params
     return 0.0 if params.greedy or redrawn(params, write.bad_words) else params.temperature
 
 
 def redrawn(params: SamplingParams, bad_words: list[list[int]]) -> bool:
-    """Returns whether the sampler draws a row itself, so that what its steps draw is provisional."""
+    """Returns whether the sampler resamples a row, so that the ids of its steps are provisional."""
     return params.filtered or logit_edits.wanted(params, bad_words) or params.structured_outputs is not None
 
 

@@ -1,10 +1,11 @@
-"""`Roster`: what each rank of a model that is split is, and what it has done, for logs, metrics, the view and the trace.
+"""`Roster`: the rank registry: properties and activity of each rank, for logs, metrics, the web page and the trace.
 
     Ready, once, of every rank      ->  facts
-    Beat, every second, of each     ->  numbers; steps to whoever wants them (`on_steps`)
+    Beat, every second, of each     ->  numbers; and steps, for observers (`on_steps`)
 
-Rank 0 has no process of its own: a thread takes its beats. All times are by the clock of this process. A rank is "in a step" from the
-moment it has the plan until it has sampled: it computes, or it waits for other ranks. An engine without ranks has an empty roster.
+Rank 0 has no separate process: a thread collects its heartbeats. All times are by the clock of this process. A rank is "in a step" from
+the moment it has the plan until it has sampled: it computes, or it waits for other ranks. An engine without ranks has an empty
+registry.
 """
 
 import platform
@@ -21,20 +22,20 @@ from octavo.worker.machine import cpu_list
 if TYPE_CHECKING:
     from octavo.worker.rank_process import Beat, Diary, Ready
 
-Step = tuple[int, float, float]  # number, when it began and ended
-LEAST_SECONDS = 0.5  # between two beats, to tell a share by them: the last one of a rank may come soon
+Step = tuple[int, float, float]  # step number, start and end
+LEAST_SECONDS = 0.5  # minimum time between two heartbeats to compute a share: the last one may follow soon after
 
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """What is known of a rank by its last beat. `offset`: our clock minus its own"""
+    """The state of a rank at its last heartbeat. `offset`: our clock minus its own"""
 
     heard: float
     offset: float
     at: float = 0.0  # by its own clock
     steps: int = 0
-    seconds: float = 0.0  # in steps that have ended
-    in_steps: float = 0.0  # also in the one that had not
+    seconds: float = 0.0  # in finished steps
+    in_steps: float = 0.0  # also in the unfinished one
     share: float = 0.0
 
 
@@ -53,7 +54,7 @@ class Roster:
             logger.info("%s", sentence(one))
 
     def follow(self, diary: "Diary") -> None:
-        """Takes the beats of rank 0 until the roster is closed, and once more then."""
+        """Collects the heartbeats of rank 0 until the registry is closed, and once more at the end."""
         self._thread = threading.Thread(target=self._listen, args=(diary,), name="rank 0", daemon=True)
         self._thread.start()
 
@@ -69,9 +70,9 @@ class Roster:
             self._thread.join()
 
     def hear(self, rank: int, beat: "Beat") -> None:
-        """Takes in the beat of a rank. Each rank has one thread that calls this."""
+        """Processes a heartbeat. Each rank has one thread that calls this."""
         before, now = self._lives[rank], self._clock()
-        offset = min(before.offset, now - beat.at)  # 0, or that of the beat that came fastest from another host
+        offset = min(before.offset, now - beat.at)  # 0, or from the fastest heartbeat of another host
         seconds = before.seconds + sum(ended - began for _, began, ended in beat.steps)
         in_steps = seconds + (0.0 if beat.began is None else beat.at - beat.began)
         passed = beat.at - before.at if before.at else BEAT_SECONDS
@@ -105,7 +106,7 @@ def _facts(about: "Ready", stages: int, places: int) -> RankFacts:
 
 
 def sentence(one: RankFacts) -> str:
-    """Returns what a rank is, in one line of the log."""
+    """Returns the properties of a rank, as one line of the log."""
     stage = f"stage {one.stage} of {one.stages}, " if one.stages > 1 else ""
     place = f"place {one.place} of {one.places}, " if one.places > 1 else ""
     layers = f"layers {one.first_layer} to {one.first_layer + one.num_layers - 1}, "

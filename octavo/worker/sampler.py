@@ -1,16 +1,17 @@
-"""`Sampler`: what a step leaves to be done for rows that ask for more than greedy or temperature alone. The order is that of vLLM V1:
+"""`Sampler`: the work left after a step for rows that need more than greedy or temperature sampling. The order is that of vLLM V1:
 
-    raw logits -> logprobs to report, unless those of the processed kind are wanted
-               -> what a grammar allows -> allowed ids -> bad words, end ids until min_tokens -> bias
+    raw logits -> logprobs to report, unless processed logprobs are configured
+               -> grammar mask -> allowed ids -> bad words, end ids until min_tokens -> bias
                -> repetition, frequency, presence penalties
                -> greedy rows: argmax
                -> others: temperature, min-p, top-k, top-p -> Gumbel noise, argmax
-               -> logprobs of the processed kind: of what greedy rows take the best, and others draw
+               -> processed logprobs: of the distribution that ids are sampled from, or whose best id greedy rows take
 
-A step samples every row by its temperature alone and appends that id to the row. For special rows it is provisional: they are
-drawn here, and the id takes its place. What depends on ids is read out of the rows, where they lie: nothing waits for a device.
-Noise is keyed by (seed, sample) and counted by (token, position), so a row's result depends on its logits, ids, parameters and key
-alone. Equal scores go to the lower id. A row of logits that are not finite still yields some valid id, and disturbs no other.
+A step samples every row by its temperature alone and appends that id to the row. For rows that need the full sampler the id is
+provisional: they are resampled here, and the new id replaces it. Values that depend on ids are read on the device: nothing waits
+for it. Noise is keyed by (seed, sample) and counted by (token, position), so a row's result depends only on its logits, ids,
+parameters and key. Equal scores go to the lower id. A row of logits that are not finite still yields some valid id, and affects no
+other row.
 """
 
 import math
@@ -32,12 +33,12 @@ from octavo.worker.executor import Masks
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words, noise_words, redrawn, upload
 
-ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # words of an entry that is drawn
+ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # int32 fields of a resampled row
 ENTRY_WORDS = NOISE + 4
 
 
 class Sampling(Protocol):
-    """What reads whole rows of the vocabulary: the module `kernels.ops`, or the native library."""
+    """Functions that read whole rows of logits: the module `kernels.ops`, or the native library."""
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
@@ -46,33 +47,33 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A row that asks for more."""
+    """A row that needs the full sampler."""
 
-    line: Words  # [ENTRY_WORDS]; entry and row are filled in when it is drawn
-    edits: Edits | None  # what is to be done to its logits
-    redrawn: bool  # the step's own id is provisional
+    line: Words  # [ENTRY_WORDS]; the first two fields are filled in when it is resampled
+    edits: Edits | None  # edits of its logits
+    redrawn: bool  # the id sampled by the step is provisional
     greedy: bool
     filtered: bool
     logprobs: int | None
 
 
-Chosen = tuple[int, int, Special]  # entry, row, and what that asks for
+Chosen = tuple[int, int, Special]  # scheduled row, table row, and its parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Rankings:
-    """What logprobs are made of, on its way to the host."""
+    """Rankings from which logprobs are computed, on their way to the host."""
 
     entries: list[int]
     counts: list[int]
     found: Ranking | None
 
     def to_host(self) -> "Rankings":
-        """Returns the same in memory of the host: readable when the device has come this far."""
+        """Returns a copy in host memory, which is readable when the device has reached this point."""
         return self if self.found is None else replace(self, found=on_host(self.found))
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Returns what each entry asked for, of its one token."""
+        """Returns the requested logprobs of each scheduled row, for its one token."""
         found = [] if self.found is None else listed(self.found, self.counts)
         return {entry: [token] for entry, token in zip(self.entries, found, strict=True)}
 
@@ -82,19 +83,19 @@ NO_RANKINGS = Rankings([], [], None)
 
 class Sampler:
     def __init__(self, table: RequestTable, vocab_size: int, sampling: Sampling = ops, processed: bool = False) -> None:
-        """`processed`: logprobs are of what an id was drawn from, not of the logits."""
+        """`processed`: logprobs are those of the distribution an id was sampled from, not of the raw logits."""
         self._table = table
         self._sampling = sampling
-        self._ranks = sampling if isinstance(sampling, RankSampling) else None  # that share the vocabulary
+        self._ranks = sampling if isinstance(sampling, RankSampling) else None  # ranks that share the vocabulary
         self._processed = processed
         self._vocab_size = vocab_size
         self._rows_at_once = max(ADJUSTED_LOGITS // vocab_size, 1)
-        self._masked_at_once = max(min(self._rows_at_once, len(table.words)) // 2, 1)  # a copy is made of these first, in the same memory
+        self._masked_at_once = max(min(self._rows_at_once, len(table.words)) // 2, 1)  # these need a copy in the same memory
         self._device = table.words.device
-        self._special: dict[int, Special] = {}  # row -> what its latest tenant asks for; a freed row stays until the next
+        self._special: dict[int, Special] = {}  # row -> parameters of its latest owner; a freed row stays until it is reused
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Runs every kernel once on logits of this kind, so that none is compiled later. The rows have to be empty, and stay so."""
+        """Runs every kernel once on logits of this dtype, so that none is compiled later. The rows must be empty, and stay so."""
         width = self._vocab_size if self._ranks is None else len(self._ranks.tokens)
         logits = torch.zeros(1, width, dtype=dtype, device=self._device)
         words = torch.zeros(1, ENTRY_WORDS, dtype=torch.int32, device=self._device)
@@ -109,7 +110,7 @@ class Sampler:
             self._rank_drawn(logits, [(0, 0, Special(words[0].cpu().numpy(), None, True, False, True, 1))], {}, ids)
 
     def apply(self, plan: StepPlan) -> None:
-        """Learns of the rows a plan forks and writes."""
+        """Processes the rows that a plan forks and writes."""
         sources = [self._special.get(fork.source) for fork in plan.row_forks]
         for fork, special in zip(plan.row_forks, sources):
             self._set(fork.row, special and replace(special, line=_with_noise(special.line, fork.noise)))
@@ -117,7 +118,7 @@ class Sampler:
             self._set(write.row, self._asked(write))
 
     def special(self, plan: StepPlan) -> list[int]:
-        """Returns the entries of the plan that are sampled and ask for more."""
+        """Returns the scheduled rows that are sampled and need the full sampler."""
         if not self._special:
             return []
         return [entry for entry, (row, sampled) in enumerate(zip(plan.row, plan.samples)) if sampled and row in self._special]
@@ -125,11 +126,11 @@ class Sampler:
     def sample(
         self, logits: Tensor, special: list[int], rows: list[int], ids: Tensor, masks: Mapping[int, Masks] | None = None
     ) -> Rankings:
-        """Draws the special entries again where they ask for it. logits: [P, V], raw; rows: of each entry; ids: [P], changed in place.
+        """Resamples scheduled rows that need it. logits: [P, V], raw; rows: the table row of each; ids: [P], changed in place.
 
-        It has to come after the step appended `ids` to their rows: the newest id of a row is the provisional one, so ids before it
-        are what was said so far, and the place it has, num_tokens - 1, is the position noise is counted by. The drawn id goes into
-        `ids` and into that place. An id below 0 stands for a row that is not finite, and stays. masks: of entries with a grammar, [words]
+        It must run after the step has appended `ids` to their rows: the last id of a row is the provisional one, so the ids before it
+        are the output so far, and its index, num_tokens - 1, is the position that noise is counted by. The new id is stored in
+        `ids` and at that index. An id below 0 marks a row that is not finite, and stays. masks: of rows with a grammar, [words]
         """
         masks = masks or {}
         asked = [(entry, rows[entry], self._special[rows[entry]]) for entry in special]
@@ -147,15 +148,15 @@ class Sampler:
         return Rankings(entries, counts, self._sampling.rank(self._chosen(logits, entries), self._said(ids, entries), max(counts)))
 
     def _rank_drawn(self, logits: Tensor, wanted: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> Rankings:
-        """Ranks the ids among what they were drawn from: that is made once more for those who ask, a few rows at a time."""
+        """Ranks ids in the distribution they were sampled from, which is recomputed for the requested rows, a few at a time."""
         entries, counts = _entries(wanted), _counts(wanted)
         lines = np.stack([one.line for _, _, one in wanted])
-        lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows scale and cut nothing
+        lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows have no temperature and no filter
         words = upload(lines, self._device)
         found = rank_drawn(
             lambda part: self._scores(logits, wanted[part], masks),
             self._vocab_size,
-            _draws(words, words[:, ENTRY]),  # nothing is drawn, so that positions do not matter
+            _draws(words, words[:, ENTRY]),  # nothing is sampled, so positions do not matter
             self._said(ids, entries),
             filtered=any(one.filtered for _, _, one in wanted),
             rank=lambda scores, chosen: self._sampling.rank(scores, chosen, max(counts)),
@@ -164,7 +165,7 @@ class Sampler:
         return Rankings(entries, counts, found)
 
     def _scores(self, logits: Tensor, some: list[Chosen], masks: Mapping[int, Masks]) -> Tensor:
-        """Returns the logits of some entries, masked and edited where they ask for it, [len(some), V] float32."""
+        """Returns the logits of some scheduled rows, masked and edited as requested, [len(some), V] float32."""
         chosen = self._chosen(logits, _entries(some))
         if any(entry in masks for entry in _entries(some)):
             free = np.full_like(next(iter(masks.values())), -1)
@@ -176,7 +177,7 @@ class Sampler:
         return chosen.float().index_copy(0, where.long(), self._edited(chosen, asking, [some[place] for place in asking]))
 
     def _edited(self, logits: Tensor, places: list[int], some: list[Chosen]) -> Tensor:
-        """Returns the edited rows of logits at these places, [len(some), V] float32. All of `some` ask for it."""
+        """Returns the edited rows of logits at these indices, [len(some), V] float32. All of `some` have edits."""
         table = self._table.token_ids, self._table.num_tokens, self._table.num_prompt
         edits = [one.edits for _, _, one in some if one.edits is not None]
         rows = [row for _, row, _ in some]
@@ -188,7 +189,7 @@ class Sampler:
         return mask_logits(logits, words) if self._ranks is None else self._ranks.own(mask_logits(self._ranks.whole(logits), words))
 
     def _draw_again(self, logits: Tensor, some: list[tuple[int, Chosen]], ids: Tensor) -> None:
-        """Draws each of these from its row of logits, edited where it asks for that."""
+        """Resamples each of these from its row of logits, which is edited first if requested."""
         place = {chosen[0]: row for row, chosen in some}
         for part in _at_once([chosen for _, chosen in some if chosen[2].edits is not None], self._rows_at_once):
             self._draw(self._edited(logits, [place[entry] for entry in _entries(part)], part), part, ids)
@@ -197,7 +198,7 @@ class Sampler:
             self._draw(self._chosen(logits, [place[entry] for entry in _entries(others)]), others, ids)
 
     def _draw(self, scores: Tensor, some: list[Chosen], ids: Tensor) -> None:
-        """Draws one id for each from its scores, [len(some), V]; it takes the place of the provisional one."""
+        """Samples one id for each from its scores, [len(some), V], and replaces the provisional one."""
         lines = np.stack([one.line for _, _, one in some])
         lines[:, ENTRY], lines[:, ROW] = _entries(some), [row for _, row, _ in some]
         words = upload(lines, self._device)  # [n, ENTRY_WORDS]
@@ -209,13 +210,13 @@ class Sampler:
         ids.index_copy_(0, entries, torch.where(provisional < 0, provisional, drawn.to(ids.dtype)))
 
     def _chosen(self, source: Tensor, entries: list[int]) -> Tensor:
-        """Returns some rows of a tensor; a view, where they are the first ones."""
+        """Returns some rows of a tensor; a view if they are the first ones."""
         if entries == list(range(len(entries))):
             return source[: len(entries)]
         return source.index_select(0, upload(np.array(entries, np.int32), self._device))
 
     def _said(self, ids: Tensor, entries: list[int]) -> Tensor:
-        """Returns the entries' ids as ids of the vocabulary, whatever a row is marked with."""
+        """Returns the ids of scheduled rows as valid ids of the vocabulary, also for marked rows."""
         return self._chosen(ids, entries).clamp(min=0)
 
     def _set(self, row: int, special: Special | None) -> None:
@@ -234,12 +235,12 @@ class Sampler:
         return Special(_with_noise(_line(params), write.noise), edits, again, params.greedy, params.filtered, params.logprobs)
 
     def _held(self, packed: Words) -> Edits:
-        """Returns packed edits as kernels of this device read them."""
+        """Returns packed edits in the form that kernels of this device read."""
         return upload(packed, self._device) if self._table.words.is_cuda else logit_edits.unpack(packed)
 
 
 def _at_once(some: list[Chosen], most: int) -> Iterator[list[Chosen]]:
-    """Yields no more at a time than memory is planned for."""
+    """Yields batches no larger than the memory plan allows."""
     return (some[start : start + most] for start in range(0, len(some), most))
 
 
@@ -265,7 +266,7 @@ def _draws(words: Tensor, positions: Tensor) -> Draws:
 
 
 def on_host(found: Ranking) -> Ranking:
-    """Returns a copy in memory of the host, begun and not waited for."""
+    """Starts a copy to host memory, and returns without waiting for it."""
 
     def copy(tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
@@ -278,7 +279,7 @@ def on_host(found: Ranking) -> Ranking:
 def _line(params: SamplingParams) -> Words:
     line = np.zeros(ENTRY_WORDS, np.int32)
     floats = line.view(np.float32)
-    if params.greedy:  # the best one, the lower id of equals
+    if params.greedy:  # the best id, the lower one in a tie
         line[TOP_K], floats[TEMPERATURE], floats[TOP_P] = 1, 1, 1
     else:
         line[TOP_K] = max(params.top_k, 0)
@@ -293,7 +294,7 @@ def _with_noise(line: Words, noise: NoiseKey) -> Words:
 
 
 def listed(found: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Returns what a ranking says of each row, with as many of its best as its count says."""
+    """Converts a ranking to the logprobs of each row, with as many best tokens as its count says."""
     columns = (found.totals, found.ranks, found.chosen, found.near, found.near_ids)
     return [
         _with_total(total, rank, [chosen, *near[:count]], near_ids[:count])
@@ -302,6 +303,6 @@ def listed(found: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def _with_total(total: int, rank: int, distances: list[float], top_ids: list[int]) -> TokenLogprobs:
-    log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
+    log_total = math.log(total / ONE) if total > 0 else math.nan  # 0 or less: the logits are not finite
     logprob, *top = [-distance - log_total for distance in distances]
     return TokenLogprobs(logprob, rank, tuple(top_ids), tuple(top))

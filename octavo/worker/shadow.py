@@ -1,17 +1,17 @@
-"""The proof that paging is invisible: a contiguous cache kept beside the paged one, compared bit for bit at every step.
+"""Verifies that paging changes no bit: a contiguous cache next to the paged one, compared bit for bit at every step.
 
-    paged store    what the engine runs on: blocks, tables, sharing, copies, eviction
-    shadow         one contiguous region per row, for all cache groups, of the tokens that this rank keeps. It never recomputes: it appends
-                   the k, v of the forward; at a seal it archives a block's bytes under its key; at a hit it copies them from there, at a
-                   fork from the parent's row
+    paged store    the cache that the engine uses: blocks, tables, sharing, copies, eviction
+    shadow         one contiguous region per row, for all cache groups, of the tokens stored on this rank. It never recomputes: it
+                   appends the k, v of the forward; when a block is sealed it archives its bytes under its key; on a hit it copies
+                   them from there, on a fork from the parent's row
 
-In every layer of every step each row is gathered through its block table and must equal its region; then the same
+In every layer of every step, each row gathered through its block table must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
 
     torch program     `shadowed` wraps the attention backend of each layer
-    native program    `ShadowedAttention` stands between its layers, which are called one by one
+    native program    `ShadowedAttention` runs between its layers, which are called one by one
 
-`ShadowedProgram` computes a step under these eyes, and then once more as engines do, in one call or as a graph: both must give
+`ShadowedProgram` computes a step with these checks, and then once more in the usual way, in one call or as a graph: both must give
 the same bits.
 """
 
@@ -49,7 +49,7 @@ Backend = type[AttentionBackend]
 
 @dataclass(slots=True)
 class Compared:
-    """How much the proof has looked at."""
+    """How much has been verified."""
 
     steps: int = 0
     rows: int = 0
@@ -57,7 +57,7 @@ class Compared:
     output_values: int = 0
     copies: int = 0
     forks: int = 0
-    together: int = 0  # rows of decode steps that read keys with others
+    together: int = 0  # rows of decode steps that shared keys with others
 
     @property
     def values(self) -> int:
@@ -69,26 +69,26 @@ class Shadow:
         self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU,
         groups: tuple[CacheGroup, ...] = (FULL,), context: Comm | None = None,
     ) -> None:  # fmt: skip
-        """`context`: the ranks that share out the tokens of a block, if several do"""
+        """`context`: the ranks that share the tokens of a block, if several do"""
         self._rank, self._ranks = (context.rank, context.size) if context else (0, 1)
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
-        whole = math.lcm(*self.spans)  # so that regions begin with a block in every group
+        whole = math.lcm(*self.spans)  # so that regions begin at a block boundary of every group
         length = -(-max_len // whole) * whole
-        self.blocks = length // block_size  # of a region
-        self.regions = ContiguousStore(specs, num_rows + 1, length // self._ranks, device)  # the last is padding's
+        self.blocks = length // block_size  # per region
+        self.regions = ContiguousStore(specs, num_rows + 1, length // self._ranks, device)  # the last is for padding
         self.block_size = block_size
         self.compared = Compared()
-        self.watches = False  # while not, a shadowed backend is the backend alone
+        self.watches = False  # if not set, a shadowed backend only calls the backend
         self.step = 0
         self._layers = [[at for at, spec in enumerate(specs) if spec.layer in group.layers or not group.layers] for group in groups]
         self._group_of = {layer: number for number, layers in enumerate(self._layers) for layer in layers}
-        self._tables: dict[int, list[list[int]]] = {}  # row -> blocks in each group, as the plans say
+        self._tables: dict[int, list[list[int]]] = {}  # row -> blocks in each group, according to the plans
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
         self._key_of: dict[int, BlockKey] = {}  # block -> its key, while it is sealed
         self._archive: dict[BlockKey, Caches] = {}  # key -> bytes of that block, per layer of its group and buffer
 
     def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
-        """Events of the block pool: what is sealed is archived, what is evicted can be hit no more."""
+        """Handles events of the block pool: a sealed block is archived, an evicted one is removed from the archive."""
         if event == "seal":
             assert key is not None
             self._key_of[block] = key
@@ -97,7 +97,7 @@ class Shadow:
             del self._archive[self._key_of.pop(block)]
 
     def apply(self, plan: StepPlan) -> None:
-        """Follow a plan: forks, rows that start from a hit, blocks that change hands."""
+        """Follows a plan: forks, rows that start from a hit, blocks with a new owner."""
         self.step = plan.step
         self.compared.steps += 1
         self.compared.copies += len(plan.copies)
@@ -125,7 +125,7 @@ class Shadow:
                     self._rows_of[block][row] = index
 
     def _set_block(self, row: int, table: list[int], index: int, block: int) -> None:
-        if block == NULL_BLOCK:  # given back behind a window
+        if block == NULL_BLOCK:  # freed behind a window
             self._rows_of[table[index]].pop(row)
             table[index] = NULL_BLOCK
             return
@@ -135,20 +135,20 @@ class Shadow:
         self._rows_of[block] = {row: index}
 
     def _unsealed(self, plan: StepPlan) -> dict[int, Caches]:
-        """Returns the bytes of blocks that rows begin with and that are not sealed, out of the regions of rows that have them.
+        """Returns the bytes of unsealed blocks that rows start with, copied from the regions of rows that contain them.
 
-        Beams that come back share what one of them has computed, and of blocks of the same tokens only the first is sealed.
+        Restored beams share blocks that one of them has computed, and of blocks with the same tokens only the first is sealed.
         """
         tables = [(group, table) for write in plan.row_writes for group, table in enumerate(write.tables)]
         blocks = {block: group for group, table in tables for block in table if block != NULL_BLOCK and block not in self._key_of}
         return {block: self._bytes(group, *next(iter(self._rows_of[block].items()))) for block, group in blocks.items()}
 
     def _bytes(self, group: int, row: int, index: int) -> Caches:
-        """Returns a copy of what a block of a row holds, for each layer of its group."""
+        """Returns a copy of a block of a row, for each layer of its group."""
         return [{name: buffer[row, self._span(group, index)].clone() for name, buffer in cache.items()} for cache in self._caches(group)]
 
     def _restore(self, row: int, tables: list[list[int]], shared: dict[int, Caches]) -> None:
-        """Behind a window, where the cache has nothing for the row, its region becomes zero: what was there may be no number."""
+        """Fills the region of a row from the archive. Freed blocks behind a window become zero, since old contents may be NaN."""
         for group, table in enumerate(tables):
             for index, block in enumerate(table):
                 held = None if block == NULL_BLOCK else shared[block] if block in shared else self._archive[self._key_of[block]]
@@ -160,14 +160,14 @@ class Shadow:
         return [self.regions.caches[layer] for layer in self._layers[group]]
 
     def _span(self, group: int, index: int) -> slice:
-        """Returns the part of a region that a block has."""
+        """Returns the slice of a region that belongs to a block."""
         size = self.spans[group] // self._ranks
         return slice(index * size, (index + 1) * size)
 
     def compare_caches(self, layer: int, cache: dict[str, Tensor], rows: Tensor, context_len: Tensor, tables: Tensor) -> None:
-        """Every row gathered through its block table must be its region. rows, context_len: [R]; tables: [R, B]
+        """Every row gathered through its block table must equal its region. rows, context_len: [R]; tables: [R, B]
 
-        What was given back behind a window is not compared: nothing reads it, and the table must name the null block there.
+        Blocks freed behind a window are not compared: nothing reads them, and the table must contain the null block there.
         """
         group = self._group_of[layer]
         span = self.spans[group]
@@ -191,7 +191,7 @@ class Shadow:
         self.compared.rows += int((rows >= 0).sum())
 
     def contiguous(self, step: StepTensors) -> StepTensors:
-        """Returns the step over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
+        """Returns the step over the regions: these are consecutive blocks, so the table of a row counts up from its first one."""
         length, numbers = self.blocks * self.block_size, torch.arange(step.tables.shape[2], dtype=torch.int32)
         tables = torch.stack([step.row[:, None] * (length // span) + numbers for span in self.spans])
         token_rows = step.row.long().repeat_interleave(step.query_start.diff())
@@ -204,13 +204,13 @@ class Shadow:
         self.compared.output_values += paged.numel()
 
     def compare_ways(self, at_once: tuple[Tensor, Tensor], by_layers: tuple[Tensor, Tensor]) -> None:
-        """States and logits of the same step, computed in two ways."""
+        """Compares states and logits of one step computed in two ways."""
         if not all(map(same_bits, at_once, by_layers)):
             raise VerifyError(f"a step in one call differs from its layers one by one: step {self.step}")
 
 
 class ShadowedStore:
-    """A paged store whose plans the shadow follows too."""
+    """A paged store whose plans the shadow follows, too."""
 
     def __init__(self, store: KVStore, shadow: Shadow) -> None:
         self.caches = store.caches
@@ -223,7 +223,7 @@ class ShadowedStore:
 
 
 def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = ContiguousBackend) -> Backend:
-    """The backend, with the proof in every layer. Layers are built in order, so that counting them names them."""
+    """Returns the backend with verification in every layer. Layers are built in order, so a counter identifies them."""
     layers = iter(range(len(shadow.regions.caches)))
 
     class ShadowedBackend:
@@ -261,7 +261,7 @@ def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = Co
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
             reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out), sinks)
             out = self.over_blocks.attend(q, cache, paged, out, sinks)
-            used = int(batch.query_start[-1])  # behind it, in a padded step, lies whatever was there
+            used = int(batch.query_start[-1])  # in a padded step, data after this is undefined
             shadow.compare_outputs(self.layer, out[:used], reference[:used])
             return out
 
@@ -275,7 +275,7 @@ def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = Co
             reference = both[1].attend_few(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain, sinks)
             parts = both[0].attend_few(qkv, norms, rope, cache, paged, sinks)
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
-            held = parts[1] > -torch.inf  # splits that hold nothing are not written, and not read
+            held = parts[1] > -torch.inf  # empty splits are neither written nor read
             shadow.compare_outputs(self.layer, parts[1], reference[1])
             shadow.compare_outputs(self.layer, parts[0][held], reference[0][held])
             return parts
@@ -284,7 +284,7 @@ def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = Co
 
 
 class ShadowedAttention:
-    """The native attention over blocks and over the regions, with the proof between."""
+    """The native attention over blocks and over the regions, with the comparison in between."""
 
     def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
         self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
@@ -293,7 +293,7 @@ class ShadowedAttention:
     def prepare(self, step: StepTensors, shared: AllShared) -> None:
         self._step = step
         self._paged.prepare(step, shared)
-        self._plain.prepare(self._shadow.contiguous(step), shared)  # the same rows are read together, so that bits are equal
+        self._plain.prepare(self._shadow.contiguous(step), shared)  # the same rows share keys, so that bits are equal
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         twin = qkv.clone()
@@ -307,12 +307,12 @@ class ShadowedAttention:
 
 
 class ShadowedProgram:
-    """A program with the proof in every layer."""
+    """A program with verification in every layer."""
 
     def __init__(self, program: Program, watched: Callable[[Shape, bool], tuple[Tensor, Tensor] | None], shadow: Shadow) -> None:
-        """`watched` computes a step under the shadow's eyes: what the program's `Forward` has as hidden states and logits.
+        """`watched` computes a step with verification, and returns hidden states and logits as in the program's `Forward`.
 
-        It returns None where the program does: what goes to the next stage is compared on its way (`worker/twice.py`).
+        It returns None if the program does: in that case the data for the next stage is compared when it is sent (`worker/twice.py`).
         """
         self.vocab_size, self.nbytes = program.vocab_size, program.nbytes
         self.load, self.logits = program.load, program.logits
@@ -347,10 +347,10 @@ def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> Sh
 
 
 def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
-    """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
+    """`eager`: the program inside `program`. Its layers have a `shadowed` backend."""
     if eager.sharing is not None:
         eager.sharing.share_all()
-    all_share = eager.teams is None and eager.place.context.size == 1  # on a device only steps in teams do
+    all_share = eager.teams is None and eager.place.context.size == 1  # on a device only steps with shared-prefix groups do
 
     def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         if shape.decodes and (all_share or shape.in_teams):
@@ -361,13 +361,13 @@ def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedPro
         if not isinstance(found, tuple):
             return None
         states, hidden, logits = found
-        return (states if whole else hidden).clone(), logits.clone()  # the next step takes their place
+        return (states if whole else hidden).clone(), logits.clone()  # the next step overwrites them
 
     return ShadowedProgram(program, watched, shadow)
 
 
 def happened(event: Event, block: int, key: BlockKey | None, runner: ModelRunner, shadow: Shadow | None) -> None:
-    """Takes in what happened to a block. One that is handed out is filled with NaN, so that what was in it cannot be read."""
+    """Handles a block event. A block that is taken is filled with NaN, so that its old contents cannot be used."""
     if shadow is not None:
         shadow.on_event(event, block, key)
     if event == "take" and (shadow is not None or isinstance(runner.store, PagedStore)):

@@ -1,4 +1,4 @@
-"""Which rows of a step read keys together, in every cache group: what programs hand to attention."""
+"""Finds which rows of a step share keys, in every cache group, for the attention of all programs."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from octavo.kernels.team_words import ENTRY, LINE, Teams, most_teams, team_words
 from octavo.messages import StepPlan
 from octavo.worker.request_table import RequestTable, send
 
-Keys = list[SharedKeys]  # of each cache group
+Keys = list[SharedKeys]  # one per cache group
 
 
 class StepSharing:
@@ -20,12 +20,12 @@ class StepSharing:
         self._reads = [SharedReads(tables, span, cost) for tables, span in zip(self._changes.tables, spans, strict=True)]
 
     def share_all(self) -> None:
-        """Makes entries read together whatever they can, worth it or not: for proofs, whose contexts are short."""
+        """Shares every possible key between rows, even if it does not pay off: for verification, which has short contexts."""
         for reads in self._reads:
             reads.cost = FREE
 
     def of(self, plan: StepPlan) -> Keys:
-        """Returns the nodes of each cache group, of entries that have one token."""
+        """Returns the shared-prefix nodes of each cache group, among scheduled rows that have one token."""
         if plan.num_query.count(1) < 2:
             return [NOTHING] * len(self._reads)
         rows, counts = np.array(plan.row, np.int32), np.array(plan.num_query, np.int32)
@@ -38,15 +38,15 @@ class StepSharing:
 
 
 def rows_together(keys: Keys) -> int:
-    """Returns how many entries of a step read keys with others."""
+    """Returns how many scheduled rows of a step share keys with others."""
     return len(np.unique(np.concatenate([shared.rows for shared in keys])))
 
 
 class StepTeams:
-    """The same in the memory of a device, for each cache group, at fixed addresses (`kernels/team_words.py`)."""
+    """The shared-prefix groups in device memory, for each cache group, at fixed addresses (`kernels/team_words.py`)."""
 
     def __init__(self, groups: int, most_rows: int, rows: int, wanted: int, device: torch.device) -> None:
-        """`most_rows`: of a step. `rows`: of a team. `wanted`: teams that fill the device"""
+        """`most_rows`: of a step. `rows`: of a group. `wanted`: groups that fill the device"""
         self._rows, self._wanted = rows, wanted
         self._first_line = -(-most_rows * ENTRY // LINE) * LINE
         self.words = torch.zeros(groups, self._first_line + (1 + most_teams(most_rows)) * LINE, dtype=torch.int32, device=device)
@@ -55,7 +55,7 @@ class StepTeams:
         self.of_group = [Teams(entries.view(-1, ENTRY), lines.view(-1, LINE)) for entries, lines in halves]
 
     def send(self, keys: Keys, entries: int) -> None:
-        """Puts down who reads together in a step of so many entries. What is there already is not sent again."""
+        """Sends the shared-prefix groups of a step with `entries` rows. Unchanged groups are not sent again."""
         for group, shared in enumerate(keys):
             kept, size = self._sent[group]
             if shared is not kept or (size != entries and shared is not NOTHING):

@@ -1,15 +1,15 @@
-"""Whose row is whose, for tokens of a pipeline's last stage: they come back when rows may have changed hands."""
+"""Tracks row owners for tokens from the last stage of a pipeline, since a row may have a new owner when its token arrives."""
 
 from octavo.messages import StepPlan, StepResult
 from octavo.worker.request_table import Said
 
 
 class Tenants:
-    """Which sequence has which row. A token that comes late may belong to a row that another sequence has by now."""
+    """Maps sequences to rows. A late token may belong to a row that another sequence has by now."""
 
     def __init__(self) -> None:
-        self._row: dict[int, int] = {}  # of a sequence
-        self._sequence: dict[int, int] = {}  # in a row
+        self._row: dict[int, int] = {}  # sequence -> row
+        self._sequence: dict[int, int] = {}  # row -> sequence
 
     def apply(self, plan: StepPlan) -> None:
         changes = [(fork.row, fork.seq_id) for fork in plan.row_forks] + [(write.row, write.seq_id) for write in plan.row_writes]
@@ -20,7 +20,7 @@ class Tenants:
             self._row[sequence], self._sequence[row] = row, sequence
 
     def said(self, plan: StepPlan, result: StepResult) -> list[Said]:
-        """Returns where the tokens of a step belong."""
+        """Returns the row and position of each token of a step."""
         rows = [self._row.get(sequence) for sequence in plan.seq_id]
         ends = [start + count for start, count in zip(plan.start, plan.num_query)]
         return [(row, end, tokens[-1]) for row, end, tokens in zip(rows, ends, result.tokens) if tokens and row is not None]

@@ -1,4 +1,4 @@
-"""A stage of a pipeline whose steps are proven computes each of them twice: what goes to the next stage has to have the same bits."""
+"""In a pipeline stage whose steps are verified, each is computed twice: both results for the next stage must have the same bits."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from octavo.worker.program import Place
 
 
 class Twice:
-    """A channel of a stage that computes every step twice: what came is there twice, what goes out has to be the same twice."""
+    """A channel that returns each received tensor twice, and requires each sent tensor twice with the same bits."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -36,13 +36,13 @@ class Twice:
 
 
 def computed_twice(place: Place) -> Place:
-    """Returns the place of a rank whose steps are proven."""
+    """Returns the rank context for verified steps."""
     before, after = (None if channel is None else Twice(channel) for channel in (place.before, place.after))
     return replace(place, before=before, after=after)
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """Returns the bits as whole numbers, so that NaN equals itself and -0 is not 0."""
+    """Returns the bits as integers, so that NaN equals itself and -0 is not 0."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     return values.contiguous().view(integers[values.itemsize])
 

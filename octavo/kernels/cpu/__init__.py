@@ -1,1 +1,1 @@
-"""The native CPU kernels: the library, its levels, and what Python hands to it."""
+"""The native CPU kernels: the library, its levels, and the data passed to it."""

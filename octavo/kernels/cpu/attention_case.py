@@ -1,9 +1,9 @@
-"""A small piece of attention with everything the native kernels want for it: for the checks at start, and for tests.
+"""A small attention problem that uses every feature of the native kernels, for the start-up checks and for tests.
 
     rows ((30, 4), (0, 9), (99, 1))     a chunk of 4 tokens after 30, a prompt of 9, one token after 99
 
-Blocks lie in a random order. What no row has written is NaN (in an 8-bit cache its scale is), so that a kernel that reads a
-slot it should not shows it.
+Blocks are in random order. Slots that no row has written are NaN (in an 8-bit cache their scale is), so that reading a wrong
+slot is detected.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ Words = NDArray[np.int32]
 
 
 def to_bf16(values: Floats) -> NDArray[np.uint16]:
-    """To nearest, ties to even; for finite numbers and plain NaN."""
+    """Rounds to nearest, ties to even; for finite numbers and plain NaN."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -34,7 +34,7 @@ def from_bf16(halves: NDArray[np.uint16]) -> Floats:
 
 @dataclass
 class Cache:
-    """Keys or values: [blocks, block_size, kv_heads, head_dim] and, of 8 bits, a scale for each token and head."""
+    """Keys or values: [blocks, block_size, kv_heads, head_dim] and, if 8-bit, a scale for each token and head."""
 
     values: NDArray[Any]
     scale: Floats | None
@@ -67,14 +67,14 @@ class AttentionCase:
     cache_kind: int = BF16
     window: int = 0
     qk_norm: bool = False
-    whole_norm: bool = False  # q and k are normed as one, not head by head
+    whole_norm: bool = False  # q and k are normed as a whole, not head by head
     rotary_dim: int | None = None  # None: all of a head
     soft_cap: float = 0.0
     sinks: bool = False
     seed: int = 0
-    shared: tuple[int, ...] = ()  # for each row, the blocks at its beginning that are those of another, all written in the past
-    like: tuple[int, ...] = ()  # for each row, the one before it in which it has these; without any: the row just before it
-    cost: ReadCost = FREE  # of reading together
+    shared: tuple[int, ...] = ()  # for each row, the number of its first blocks that it shares with another row, all already written
+    like: tuple[int, ...] = ()  # for each row, the earlier row that it shares these with; if empty: the previous row
+    cost: ReadCost = FREE  # of shared reading
 
     @cached_property
     def random(self) -> np.random.Generator:
@@ -94,7 +94,7 @@ class AttentionCase:
 
     @cached_property
     def tables(self) -> Words:
-        """[rows, blocks of the longest]; no row has block 0, which is what the rest of a table names."""
+        """[rows, blocks of the longest]; no row owns block 0, which pads the tables."""
         held = -(-self.context_len // self.block_size)
         blocks = 1 + self.random.permutation(int(held.sum()) + 3)
         tables = np.zeros((len(self.rows), int(held.max())), np.int32)
@@ -141,11 +141,11 @@ class AttentionCase:
 
     @cached_property
     def projected(self) -> Floats:
-        """q, k and v of the new tokens, as the product makes them: [tokens, heads + 2 * kv_heads, head_dim]"""
+        """q, k and v of the new tokens, before norms and rotation: [tokens, heads + 2 * kv_heads, head_dim]"""
         return self._normal(len(self.positions), self.heads + 2 * self.kv_heads, self.head_dim)
 
     def past(self) -> tuple[Cache, Cache]:
-        """Keys and values as they are before the step."""
+        """Keys and values before the step."""
         caches = []
         for seed in (1, 2):
             blocks = int(self.tables.max()) + 1
@@ -157,7 +157,7 @@ class AttentionCase:
         return caches[0], caches[1]
 
     def run(self, library: NativeLibrary, before: tuple[Cache, Cache] | None = None) -> tuple[Floats, Floats, Cache, Cache]:
-        """q, k and v normed and rotated; what attention makes of them; the caches after it. `before`: those that are written to"""
+        """Returns q, k and v normed and rotated; the attention; the caches afterwards. `before`: caches to use, which are modified"""
         k, v = before or self.past()
         qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
         cos, sin = np.cos(self.angles), np.sin(self.angles)
@@ -168,7 +168,7 @@ class AttentionCase:
         return qkv, out, k, v
 
     def step(self) -> Step:
-        """It points to the arrays of the case."""
+        """Points to the arrays of the case."""
         shared = self.shared_keys
         return Step(
             num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
@@ -178,7 +178,7 @@ class AttentionCase:
         )  # fmt: skip
 
     def layer(self, cos: Floats, sin: Floats, k: Cache, v: Cache) -> Layer:
-        """What attention has of a layer. It points to the arrays, and keeps none of them."""
+        """The attention fields of a layer. It points to the arrays, but does not keep them alive."""
         q_norm, k_norm = self.norms or (None, None)
         return Layer(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, rotary_dim=self.rotated, block_size=self.block_size,

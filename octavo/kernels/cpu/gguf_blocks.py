@@ -1,6 +1,6 @@
-"""Blocks of GGUF files into codes by the native library, on all its threads: several times faster than torch, bit for bit the same.
+"""Converts blocks of GGUF files to codes with the native library, on all its threads: several times faster than torch, with equal bits.
 
-Kinds that few files have are left to torch (`kernels/reference/dequant.py`), and so is everything where there is no library.
+Rare kinds are left to torch (`kernels/reference/dequant.py`), and so are all kinds if there is no library.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ Floats = NDArray[np.float32]
 
 
 def unpack_blocks(raw: NDArray[np.uint8], kind: str) -> tuple[NDArray[np.uint8], Floats, Floats] | None:
-    """Returns codes, and the scale and offset of each run; None: somebody else has to."""
+    """Returns codes, and the scale and offset of each run, or None if this kind is not supported here."""
     library = find_library()
     if kind not in BLOCK_KINDS or not isinstance(library, NativeLibrary):
         return None
@@ -45,19 +45,19 @@ def unpack_blocks(raw: NDArray[np.uint8], kind: str) -> tuple[NDArray[np.uint8],
 
 
 def write_floats(raw: NDArray[np.uint8], kind: str, library: NativeLibrary, to: int, floats: int) -> None:
-    """Writes what blocks stand for to the address `floats`, as numbers of the kind `to`: F32, BF16 or F16."""
+    """Writes the dequantised numbers of blocks to the address `floats`, in the format `to`: F32, BF16 or F16."""
     form = BLOCK_KINDS[kind]
     library.call.octavo_block_floats(form.place, address(raw), raw.size // form.num_bytes, to, floats)
 
 
 def largest_of_blocks(raw: NDArray[np.uint8], kind: str, library: NativeLibrary) -> float:
-    """Returns the largest |scale| or |offset| of some blocks; infinity if one is no number."""
+    """Returns the largest |scale| or |offset| of some blocks; infinity if one is NaN."""
     form = BLOCK_KINDS[kind]
     return float(library.call.octavo_block_range(form.place, address(raw), raw.size // form.num_bytes))
 
 
 def halves(numbers: Floats, factor: float) -> NDArray[np.float16] | None:
-    """Returns the numbers divided by a power of two, in float16, which must be able to hold them; None: somebody else has to."""
+    """Returns the numbers divided by a power of two, in float16, in which they must fit, or None if there is no library."""
     library = find_library()
     if not isinstance(library, NativeLibrary):
         return None

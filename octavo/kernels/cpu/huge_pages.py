@@ -1,4 +1,4 @@
-"""Memory for packed weights in huge pages: a step reads all of it, and with pages of 4 kB it takes about 4 % longer."""
+"""Memory for packed weights in huge pages: a step reads all of it, and takes about 4 % longer with 4 kB pages."""
 
 import mmap
 import threading
@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-LINE = 64  # bytes of a cache line, and of a register: no load should touch two
+LINE = 64  # bytes of a cache line, and of a register: no load should cross a boundary
 _HUGE = 2 << 20
-_CHUNK = 256 << 20  # arrays share a mapping, so that few of its pages are half empty; pages that nobody has touched take no memory
-LEAST = 4 << 10  # smaller arrays lie alone, as do all where a checker of memory is to see what reads past their end
+_CHUNK = 256 << 20  # arrays share a mapping, so that few pages are half empty; untouched pages use no memory
+LEAST = 4 << 10  # smaller arrays are allocated alone, so that memory checkers can detect reads beyond their end
 
 
 class _Chunk:
-    """The mapping that arrays are cut from. It lives as long as one of them does."""
+    """The mapping that arrays are cut from. It lives as long as any of them."""
 
     def __init__(self) -> None:
         self._memory: weakref.ref[Bytes] | None = None
@@ -37,12 +37,12 @@ _chunk = _Chunk()
 
 
 def lines(size: int) -> Bytes:
-    """Returns memory from the beginning of a cache line on."""
+    """Returns memory that starts at a cache line boundary."""
     return _chunk.cut(size) if size >= LEAST else _alone(size)
 
 
 def _alone(size: int) -> Bytes:
-    """What is cut off to reach a line's beginning lies before the array, never behind it."""
+    """The padding for alignment is before the array, never after it."""
     raw = np.empty(size + LINE, np.uint8)
     start = LINE - raw.ctypes.data % LINE
     return raw[start : start + size]

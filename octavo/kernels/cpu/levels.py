@@ -1,12 +1,12 @@
-"""Which kernels run: the best level this machine offers, tried against the portable one before it is trusted.
+"""Selects the kernels: the best level of this machine, after its results have been compared with the portable level.
 
     x86-64     amx  ->  avx512bf16  ->  avx512  ->  avx2  ->  portable
     aarch64    i8mm  ->  neon  ->  portable
 
-A level whose results differ is dropped for the one below, with a warning.
+A level with wrong results is replaced by the next lower one, with a warning.
 
-A compiler's mistake, a hypervisor that hides half of an instruction set, or a kernel we got wrong on a CPU we do not have
-would otherwise be a model that talks nonsense. The trial is the same few inputs every time and takes some tens of milliseconds.
+Otherwise a compiler bug, a hypervisor that hides half of an instruction set, or a kernel bug on a CPU we could not test
+would make the model generate nonsense. The check uses the same few inputs every time and takes some tens of milliseconds.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from octavo.log import logger
 
 KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8, "4-bit": Q4, "tabled": Q4}
 
-# How far a level may be from the portable one, relative to the largest number of a result. They differ by what they round: where
-# one multiplies floats, another multiplies float16 or bfloat16. A mistake is off by a whole product or more.
+# How far a level may deviate from the portable one, relative to the largest number of a result. They differ in rounding: where
+# one multiplies floats, another multiplies float16 or bfloat16. A bug causes an error of a whole product or more.
 EXACT, ROUNDED, CODES = 1e-5, 5e-3, 2e-2
 
 
@@ -39,8 +39,8 @@ class Sample(NamedTuple):
 
 
 def open_native(isa: str, threads: int) -> NativeLibrary | None:
-    """The library at the level `isa` ("auto": the best), checked, with so many threads; None, and one line that says why, where it
-    is absent, or where `auto` finds the portable level alone: torch is faster than that."""
+    """Returns the library at the level `isa` ("auto": the best), checked, with this many threads. Returns None and logs the reason if it
+    is absent, or if `auto` finds only the portable level: torch is faster than that."""
     library = find_library()
     if isinstance(library, str):
         _say_once(f"Native kernels are off, torch computes alone: {library}")
@@ -57,7 +57,7 @@ def open_native(isa: str, threads: int) -> NativeLibrary | None:
 
 
 def use_best_level(library: NativeLibrary, wanted: str) -> None:
-    """Sets the level to `wanted`, or to the first below it that gives what the portable one gives."""
+    """Sets the level to `wanted`, or to the next lower one whose results match those of the portable level."""
     library.set_level("portable")
     expected = sample_results(library)
     for level in reversed(library.levels[1 : library.levels.index(wanted) + 1]):
@@ -70,15 +70,15 @@ def use_best_level(library: NativeLibrary, wanted: str) -> None:
 
 
 def first_difference(expected: list[Sample], got: list[Sample]) -> str | None:
-    """The first kernel whose result is too far off, by name."""
+    """Returns the name of the first kernel whose result deviates too much, or None."""
     for good, other in zip(expected, got):
-        if not np.abs(other.result - good.result).max() <= good.tolerance * np.abs(good.result).max():  # also where it is NaN
+        if not np.abs(other.result - good.result).max() <= good.tolerance * np.abs(good.result).max():  # also detects NaN
             return good.kernel
     return None
 
 
 def sample_results(library: NativeLibrary) -> list[Sample]:
-    """What products, gates, norms, rotation, caches, attention, mixtures and sampling make of small inputs, the same ones every time."""
+    """Runs products, gates, norms, rotation, caches, attention, MoE and sampling on small inputs, the same ones every time."""
     random = np.random.default_rng(7)
     samples = []
     for name, kind in KINDS.items():
@@ -106,7 +106,7 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
 
 
 def _mixed(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
-    """One token and several, each with two of four experts. Scores are so far apart that rounding chooses no other ones."""
+    """One token and several, each with two of four experts. Scores are so far apart that rounding does not change the choice."""
     parts = {"experts_gate_up": (4 * 64, 96), "experts_down": (4 * 96, 32), "shared_gate_up": (64, 96), "shared_down": (96, 32)}
     packed = {name: _sample_matrix(library, random, *shape, Q4) for name, shape in parts.items()}
     packed["router"] = pack_float(library, np.eye(4, 96, dtype=np.float32))
@@ -118,7 +118,7 @@ def _mixed(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
 
 
 def _sampled(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
-    """Rows that are drawn from whole, and by each filter. Another id is another token, so these are exact."""
+    """Rows sampled without filters, and with each filter. The ids must be equal, so these are exact."""
     sampling, rows, vocab = NativeSampling(library), 8, 3000
     logits = torch.from_numpy(random.standard_normal((rows, vocab), np.float32) * np.float32(4))
     top_k, top_p, min_p = torch.tensor([0, 0, 0, 9, 700, 0, 0, 40]), torch.ones(rows), torch.zeros(rows)
@@ -137,21 +137,21 @@ def _sampled(library: NativeLibrary, random: np.random.Generator) -> list[Sample
 
 
 def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats, tokens: int = 0) -> Floats:
-    """x [rows, k] -> [rows, n], as rows of a step of so many tokens; by default it has no others."""
+    """x [rows, k] -> [rows, n], computed as rows of a step with this many tokens; by default `rows`."""
     y = np.full((len(x), packed.struct.n), np.nan, np.float32)
     library.call.octavo_matmul(ctypes.byref(packed.struct), address(x), address(y), len(x), tokens or len(x))
     return y
 
 
 def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats, activation: str = "swiglu") -> Floats:
-    """x [rows, k] -> the gated ones [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
+    """x [rows, k] -> gated values [rows, n / 2]; the rows of the weight alternate, 16 of gate, 16 of up."""
     y = np.full((len(x), packed.struct.n // 2), np.nan, np.float32)
     library.call.octavo_gate_up(ctypes.byref(packed.struct), ACTIVATIONS[activation], address(x), address(y), len(x), len(x))
     return y
 
 
 def mix(library: NativeLibrary, mixture: Mixture, x: Floats, activation: str = "swiglu") -> Floats:
-    """x [tokens, hidden] -> what the experts of each token give, weighed, [tokens, hidden]"""
+    """x [tokens, hidden] -> the weighted outputs of each token's experts, [tokens, hidden]"""
     y = np.full(x.shape, np.nan, np.float32)
     library.call.octavo_mix(ctypes.byref(mixture), ACTIVATIONS[activation], address(x), address(y), len(x))
     return y

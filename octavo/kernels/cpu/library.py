@@ -1,8 +1,8 @@
-"""The native library, loaded by ctypes: the structs and functions of `octavo/native/octavo.h`, word for word.
+"""The native library, loaded by ctypes: the structs and functions of `octavo/native/octavo.h`, field by field.
 
-    find_library()    the one of this package, or why there is none: not built, not loadable here, or of another build
+    find_library()    the library of this package, or why there is none: not built, not loadable here, or from another build
 
-The library holds no handle: its level, its threads and its memory between calls belong to the process. So it serves one
+The library has no handle: its level, its threads and its buffers belong to the process. So it serves one
 caller at a time: threads that call it take turns. A forked child must not call it (threads do not survive a fork).
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
 PANEL, K_PAD = 16, 64  # rows of a panel, and what k is padded to
-F32, BF16, Q8, Q4, F16 = range(5)  # kinds of weights and, but for Q4, of caches
+F32, BF16, Q8, Q4, F16 = range(5)  # formats of weights and, except Q4, of caches
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "clamped": 2}
 
 
@@ -63,7 +63,7 @@ class Model(ctypes.Structure):
 
 
 class SharedNode(ctypes.Structure):
-    """The words of `kernels/shared_keys.py`, where arrays of them are made."""
+    """The fields defined in `kernels/shared_keys.py`, which builds arrays of them."""
 
     _fields_ = [("first", c_int32), ("count", c_int32), ("begin", c_int32), ("end", c_int32)]
 
@@ -95,7 +95,7 @@ class Ranking(ctypes.Structure):
 STRUCTS = (Matrix, Mixture, Layer, Group, Model, SharedNode, Step, Draws, Ranking)
 _MATRIX, _MODEL, _STEP, _GROUP = POINTER(Matrix), POINTER(Model), POINTER(Step), POINTER(Group)
 
-# By name: what it returns, what it takes.
+# Function name -> (result type, argument types).
 FUNCTIONS = {
     "octavo_level_name": (c_char_p, [c_int]),
     "octavo_cpu_level": (c_int, []),
@@ -130,10 +130,10 @@ FUNCTIONS = {
 
 
 class NativeLibrary:
-    """`library.call.octavo_matmul(...)` is the function of that name, its arguments checked by ctypes."""
+    """`library.call.octavo_matmul(...)` is the function of that name; ctypes checks its arguments."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where it cannot be loaded, AttributeError or ValueError where it is not of this package's build."""
+        """Raises OSError if it cannot be loaded, AttributeError or ValueError if it is from another build."""
         self.path = path
         self.call = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():
@@ -147,7 +147,7 @@ class NativeLibrary:
 
     @functools.cached_property
     def levels(self) -> tuple[str, ...]:
-        """Those this machine runs and the compiler of the library could build, in ascending order."""
+        """The levels that this machine supports and the compiler of the library could build, in ascending order."""
         return tuple(self.call.octavo_level_name(level).decode() for level in range(self.call.octavo_cpu_level() + 1))
 
     @property
@@ -167,7 +167,7 @@ class NativeLibrary:
 
 
 def address(array: NDArray[np.generic] | None) -> int | None:
-    """Where an array begins. Whoever passes it on keeps the array."""
+    """Returns the address of an array. The caller must keep the array alive."""
     if array is None:
         return None
     if not array.flags.c_contiguous:
@@ -177,7 +177,7 @@ def address(array: NDArray[np.generic] | None) -> int | None:
 
 @functools.cache
 def find_library() -> NativeLibrary | str:
-    """The library of this package, or in words why it cannot be used and what helps."""
+    """Returns the library of this package, or a message with the reason why it cannot be used and what helps."""
     again = "run `make native` in a clone, or install the package again"
     if not PATH.exists():
         return f"{PATH.name} was not built: with a C++20 compiler there (g++ 11 or newer), {again}"

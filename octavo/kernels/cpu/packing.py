@@ -1,9 +1,9 @@
-"""Weights as the native products read them: packed once into panels of 16 rows. `octavo/native/octavo.h` draws the layout.
+"""Packs weights for the native products, once, into panels of 16 rows. `octavo/native/octavo.h` draws the layout.
 
     w [n, k] float             pack_float    F32, or rounded to BF16 or F16
-    codes [n, k] and, for each group of k,   Q8 (a byte a code) or Q4 (half a byte);
-    scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor; a table may say what stands for a code
-    blocks of a GGUF file                    pack_blocks   the same, without a copy in between
+    codes [n, k] and, for each group of k,   Q8 (a byte per code) or Q4 (half a byte);
+    scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor; a table may define the value of a code
+    blocks of a GGUF file                    pack_blocks   the same, without an intermediate copy
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from octavo.kernels.cpu.huge_pages import lines
 from octavo.kernels.cpu.library import BF16, F16, F32, K_PAD, PANEL, Q4, Q8, Matrix, NativeLibrary, address
 
 Floats = NDArray[np.float32]
-MOST_HALF = 1024  # no weight of kind F16 is larger, before the factor of its matrix
+MOST_HALF = 1024  # the largest weight of kind F16, before the factor of its matrix
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
     struct: Matrix
-    arrays: tuple[NDArray[Any], ...]  # what the struct points to
+    arrays: tuple[NDArray[Any], ...]  # arrays that the struct points to
 
 
 def pack_float(
@@ -37,7 +37,7 @@ def pack_float(
     order: NDArray[np.int32] | None = None,
     rows: NDArray[np.int64] | None = None,
 ) -> PackedMatrix:
-    """`rows`: which row of the weights each row of the matrix is, -1 for zeros"""
+    """`rows`: the row of the weights for each row of the matrix, -1 for zeros"""
     n, k = weights.shape if rows is None else (len(rows), weights.shape[1])
     data = lines(_up(n, PANEL) * _up(k, K_PAD) * (4 if kind == F32 else 2))
     factor = _half_factor(weights) if kind == F16 else 1.0
@@ -59,7 +59,7 @@ def pack_codes(
     rows: NDArray[np.int64] | None = None,
     table: NDArray[np.uint8] | None = None,
 ) -> PackedMatrix:
-    """`rows`: as in `pack_float`. `table`: what stands for each code of 4 bits"""
+    """`rows`: as in `pack_float`. `table`: the value of each 4-bit code"""
     n, k = codes.shape if rows is None else (len(rows), codes.shape[1])
     matrix, arrays = _empty_codes(n, k, group, kind, factor)
     matrix.bias, matrix.order, matrix.table = address(bias), address(order), address(table)
@@ -68,7 +68,7 @@ def pack_codes(
 
 
 def _empty_codes(n: int, k: int, group: int, kind: int, factor: float) -> tuple[Matrix, tuple[NDArray[np.uint8], ...]]:
-    """Returns a matrix of codes, not filled yet, with the memory of its codes, scales and offsets."""
+    """Returns a matrix of codes that is not filled yet, with the memory of its codes, scales and offsets."""
     lanes, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
     data = lines(lanes * columns // (2 if kind == Q4 else 1))
     scales, offsets = lines(lanes * columns // group * 2), lines(lanes * columns // group * 2)
@@ -78,19 +78,19 @@ def _empty_codes(n: int, k: int, group: int, kind: int, factor: float) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix as a GGUF file has it."""
+    """A matrix as stored in a GGUF file."""
 
     name: str  # of the tensor, for messages
     raw: NDArray[np.uint8]
     kind: str  # one of BLOCK_KINDS
     shape: tuple[int, int]
-    rows: NDArray[np.int64] | None = None  # the order of its rows, if it is another than the file's
+    rows: NDArray[np.int64] | None = None  # the order of its rows, if it differs from the file's
 
 
 def pack_blocks(
     library: NativeLibrary, parts: Sequence[Blocks], factor: float, bias: Floats | None = None, rows: NDArray[np.int64] | None = None
 ) -> PackedMatrix:
-    """Packs the rows of all parts straight from the file: codes have the most bits and the smallest group of any.
+    """Packs the rows of all parts directly from the file: codes have the most bits and the smallest group of any part.
 
     `factor`: as for codes, `rows`: as in `pack_float`
     """
@@ -107,7 +107,7 @@ def pack_blocks(
 
 
 def _stored_rows(parts: Sequence[Blocks], rows: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-    """Returns which row of the file each row of the matrix is, -1 for zeros; None: the same."""
+    """Returns the row of the file for each row of the matrix, -1 for zeros; None: the same order."""
     if all(part.rows is None for part in parts):
         return rows
     starts = np.cumsum([0, *(part.shape[0] for part in parts)])
@@ -116,11 +116,11 @@ def _stored_rows(parts: Sequence[Blocks], rows: NDArray[np.int64] | None) -> NDA
 
 
 def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
-    """Rows as floats again, with the bits that the native step finds where embeddings are rows of the head."""
+    """Unpacks rows to floats, with the same bits as in the native step for an embedding that is tied to the head."""
     matrix, (data, *rest) = packed.struct, packed.arrays
 
     def picked(array: NDArray[Any], dtype: Any, side: int) -> NDArray[Any]:
-        """[rows, along k, side]; `side`: how many numbers of a row lie side by side"""
+        """[rows, along k, side]; `side`: how many numbers of a row are contiguous"""
         panels: NDArray[Any] = array.view(dtype).reshape(-(-matrix.n // PANEL), -1, PANEL, side)
         return panels[rows // PANEL, :, rows % PANEL]
 
@@ -143,8 +143,8 @@ def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
 
 
 def _half_factor(weights: Floats) -> float:
-    """The power of two that brings the largest weight close to 1,024: 32 products with numbers up to 1 must not pass float16's end,
-    and small weights are to keep their digits."""
+    """Returns the power of two that scales the largest weight to about 1,024: a sum of 32 products with numbers up to 1 must not overflow
+    float16, and small weights should keep their precision."""
     largest = float(max(weights.max(initial=0), -weights.min(initial=0)))
     return float(2.0 ** math.ceil(math.log2(largest / MOST_HALF))) if largest > 0 else 1.0
 

@@ -1,7 +1,7 @@
-"""Sampling by the native library: `draw` and `rank` of `kernels/reference/sampling.py`, rows shared out over its threads.
+"""Sampling by the native library: `draw` and `rank` of `kernels/reference/sampling.py`, with the rows divided among its threads.
 
-Uniforms and distances are those of the twin bit for bit; logarithms and exponentials may differ in their last bits, and with
-them the result where two scores, or a mass and a cut, are closer than that.
+Uniforms and distances equal those of the reference bit for bit. Logarithms and exponentials may differ in their last bits, and so may
+the result if two scores, or a probability and a cutoff, are closer than that.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ class NativeSampling:
         self._library = library
 
     def sample(self, logits: Tensor, best: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-        """One id a row, [S] int64, with no filter: `best`, the argmax, at temperature 0, else drawn. noise: [S, 4]; positions: [S]"""
+        """Returns one id per row, [S] int64, without filters: `best` at temperature 0, else sampled. noise: [S, 4]; positions: [S]"""
         (warm,) = temperature.numpy().nonzero()
         if len(warm):
             index, off = torch.from_numpy(warm), torch.zeros(len(warm))
@@ -29,7 +29,7 @@ class NativeSampling:
         return best
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """One id a row. logits: [S, V] float32; returns [S] int64"""
+        """Returns one id per row, [S] int64. logits: [S, V] float32"""
         kept = {name: getattr(draws, name).contiguous() for name in ("temperature", "top_p", "min_p")}
         kept |= {"top_k": draws.top_k.long(), "noise": draws.noise.long() & LOW32, "positions": draws.positions.long()}
         logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
@@ -38,7 +38,7 @@ class NativeSampling:
         return ids
 
     def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking:
-        """Where each row's id stands, and the row's `count` best. logits: [S, V] float32; ids: [S]"""
+        """Returns the rank of each row's id, and the row's `count` best. logits: [S, V] float32; ids: [S]"""
         rows, vocab = logits.shape
         assert len(ids) == 0 or 0 <= int(ids.min()) <= int(ids.max()) < vocab, "ids of the vocabulary"
         logits, ids, count = logits.contiguous(), ids.long().contiguous(), min(count, vocab)

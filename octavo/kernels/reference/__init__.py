@@ -1,1 +1,1 @@
-"""Plain torch twins: the oracles and the fallback."""
+"""Reference kernels in plain torch: they define the expected results, and are the fallback."""

@@ -1,12 +1,12 @@
 """Attention over a KV cache on a CPU, in four steps: store new tokens, load a row's past, zero its tail, attend.
 
-There is one `attend` and two loaders, paged and contiguous. Both give it k and v of equal shape and strides. With equal bytes
-in the caches, the results are then equal bit for bit, which proves that paging changes nothing. Twins of the kernels of a GPU follow.
+There is one `attend` and two loaders, paged and contiguous. Both pass it k and v of equal shape and strides. With equal bytes
+in the caches, the results are equal bit for bit, so paging changes nothing. The references of the GPU kernels follow below.
 
     loaded   [rows, length, kv_heads, head_dim]
 
              |<--- context --->|<- tail ->|       the tail is padding up to the longest row and may hold
-    row 0    k k k k k k k k k k k k k k k        anything, NaN too: it is zeroed after loading, because
+    row 0    k k k k k k k k k k k k k k k        anything, including NaN: it is zeroed after loading, because
     row 1    k k k k k k k k k . . . . . .        0 * NaN is not 0
 """
 
@@ -22,11 +22,11 @@ from octavo.kernels.reference.products import slow_here
 from octavo.kernels.share_words import DEPTH, IN_ALL, LINE, most_shares
 from octavo.kernels.team_words import LEVELS, OWN, Teams
 
-SCORES = 1 << 20  # made at once, where they are made one by one
+SCORES = 1 << 20  # computed at once, where scores are materialised
 
 
 def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Puts values [T, kv_heads, head_dim] at slots [T] of a buffer [blocks, block_size, kv_heads, head_dim]."""
+    """Writes values [T, kv_heads, head_dim] to slots [T] of a buffer [blocks, block_size, kv_heads, head_dim]."""
     buffer.view(-1, *buffer.shape[2:]).index_copy_(0, slots, values)
 
 
@@ -41,7 +41,7 @@ def load_regions(buffer: Tensor, rows: Tensor, length: int) -> Tensor:
 
 
 def load_spans(buffer: Tensor, rows: Tensor, first: Tensor, length: int) -> Tensor:
-    """As `load_regions`, from another token on in each row. Behind the end of a region, its last token stands again."""
+    """Like `load_regions`, but starts at a given token in each row. After the end of a region, its last token is repeated."""
     places = first[:, None] + torch.arange(length)
     return buffer[rows[:, None].long(), places.clamp_(max=buffer.shape[1] - 1)]
 
@@ -54,7 +54,7 @@ def zero_tail(loaded: Tensor, tail: Tensor) -> Tensor:
 
 
 def causal_mask(context_len: Tensor, num_query: int, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Returns what to add to the scores, 0 or -inf. A row's queries are its last `num_query` positions."""
+    """Returns the mask to add to the scores, 0 or -inf. A row's queries are its last `num_query` positions."""
     key = torch.arange(length)
     query = context_len[:, None, None, None] - num_query + torch.arange(num_query)[:, None]  # [rows, 1, num_query, 1]
     hidden = key > query
@@ -69,7 +69,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Returns attention of q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim], shaped like q.
 
-    `sinks` [heads]: a score for each head that takes part in the softmax and has no value
+    `sinks` [heads]: a score per head that takes part in the softmax but has no value
     """
     if slow_here(q):
         mask = None if mask is None else mask.float()
@@ -80,7 +80,7 @@ def attend(
         return attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if num_query == 1:
-        # Heads that share a kv head become its queries: each key is then read once, not once a head.
+        # Heads that share a kv head become its queries, so that each key is read once per kv head.
         grouped = q.view(rows, k.shape[1], -1, head_dim)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
         return out.reshape(rows, 1, heads, head_dim)
@@ -91,7 +91,7 @@ def attend(
 def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
     """Returns attention over some of the keys, shaped like q, and its log-sum-exp [rows, num_query, heads]. All in float32.
 
-    Every query sees one of these keys at least: a log-sum-exp says nothing of one that sees none. mask: [rows, 1, num_query, length]
+    Every query must see at least one of these keys: otherwise its log-sum-exp is meaningless. mask: [rows, 1, num_query, length]
     """
     if soft_cap is not None:
         lse = torch.empty(q.shape[:3])
@@ -99,7 +99,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
     num_query, group = q.shape[1], q.shape[2] // k.shape[2]
     grouped = q.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, num_query * group, head_dim]
     mask = None if mask is None else mask.repeat_interleave(group, 2)
-    # What `scaled_dot_product_attention` calls on a CPU; it does not give out the log-sum-exp.
+    # This op is called by `scaled_dot_product_attention` on a CPU, which does not return the log-sum-exp.
     of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     mixed, sums = of_cpu(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     parts = (each.unflatten(2, (num_query, group)).transpose(1, 2).flatten(2, 3) for each in (mixed, sums))
@@ -110,7 +110,7 @@ def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `attend`, in float32 and for some queries at a time. lse: [rows, num_query, heads], where log-sum-exps go, if they are wanted"""
+    """Like `attend`, but in float32 and for some queries at a time. lse: [rows, num_query, heads], receives log-sum-exps if given"""
     rows, num_query, heads = q.shape[:3]
     length, kv_heads = k.shape[1:3]
     keys, values = (one.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format) for one in (k, v))
@@ -135,7 +135,7 @@ def attend_by_scores(
     return out
 
 
-# -- twins of the kernels of a GPU
+# -- references of GPU kernels
 
 
 def paged_attention(
@@ -150,8 +150,8 @@ def paged_attention(
     window: int | None = None,
     lse: Tensor | None = None,  # [T, heads] float32
     soft_cap: float | None = None,
-    sinks: Tensor | None = None,  # [heads]: a score that takes part in the softmax and has no value
-    slopes: Tensor | None = None,  # [heads]: ALiBi, a score loses this for each token between query and key
+    sinks: Tensor | None = None,  # [heads]: a score that takes part in the softmax but has no value
+    slopes: Tensor | None = None,  # [heads]: ALiBi, subtracted from a score for each token between query and key
 ) -> Tensor:
     """Fills and returns `out`, row by row and in float32. A row's queries are the last positions of its context.
 
@@ -183,7 +183,7 @@ def paged_attention(
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, eps
-    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
+    cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
@@ -201,7 +201,7 @@ def write_kv(
     turns = cos[positions], sin[positions]  # [T, rotated / 2] each
     q.copy_(rotate(normed_q, *turns))
     k.copy_(rotate(normed_k, *turns))
-    places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided: there is no view of it by slots
+    places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided, so it cannot be viewed by slots
     k_cache[places], v_cache[places] = k, v
     return q
 
@@ -209,12 +209,12 @@ def write_kv(
 def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
+    cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
-    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
+    context_len: Tensor,  # tokens, including the new one; 0 is padding, which writes nothing
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
     scale: float,
@@ -223,7 +223,7 @@ def decode_attention_parts(
     sinks: Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Writes the cache, then attends. The first split holds all of it, the others are empty.
+    """Writes the cache, then attends. The first split has the whole result, the others are empty.
 
     Returns (parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32.
     """
@@ -246,16 +246,16 @@ def decode_shares(
     window: int | None,
     kv_heads: int,
     tile: int,  # keys
-    programs: int,  # that a GPU runs at once
-    each: int,  # shares that rows are cut into for each of them, at most
-    grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
+    programs: int,  # programs that a GPU runs at once
+    each: int,  # the most work items for each of them that rows are split into
+    grain: int,  # tiles of a work item: there are more items as soon as each program would read twice as many tiles
     teams: Teams | None = None,
 ) -> Tensor:
-    """Returns the shares of decode attention (`kernels/share_words.py`), [lines, LINE] int32. What is not written is 0."""
+    """Returns the split-KV work items of decode attention (`kernels/share_words.py`), [lines, LINE] int32. Unused fields are 0."""
     starts, contexts = query_start.tolist(), context_len.tolist()
     shares = torch.zeros(1 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
     entries = [(0, 0)] * len(contexts) if teams is None or not teams.lines[0, 0] else teams.entries.tolist()
-    seen = {}  # tiles of a row, and its first key
+    seen = {}  # row -> its tiles and its first key
     for row, end in enumerate(contexts):
         if starts[row + 1] - starts[row] == 1:
             first = max(entries[row][OWN], 0 if window is None else end - window)
@@ -277,18 +277,18 @@ def decode_shares(
     return shares.to(query_start.device)
 
 
-# -- keys and values in 8 bits: codes from -127 to 127, and one float32 scale for each head of a token
+# -- keys and values in 8 bits: integers from -127 to 127, and one float32 scale for each head of a token
 #
 #     head    [ 0.5 -2.0  0.1  0.0 ]  ->  codes [ 32 -127  6  0 ],  scale 2.0 / 127
 #
-# The native kernels store by the same rule, so that equal numbers get equal bits. A number that is not finite makes the scale so.
+# The native kernels use the same rule, so that equal numbers give equal bits. A number that is not finite makes the scale not finite.
 
 
 def to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes [T, kv_heads, head_dim] and scales [T, kv_heads] of values [T, kv_heads, head_dim]."""
+    """Quantises values [T, kv_heads, head_dim]. Returns codes of that shape and scales [T, kv_heads]."""
     wide = values.float()
     largest = wide.abs().amax(-1)
-    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # 127 / largest would be a rounded reciprocal, times 127
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # 127 / largest would be rounded twice
     codes = (wide * inverse.unsqueeze(-1)).round_().nan_to_num_(0, 0, 0)
     return codes.to(torch.int8), largest / 127
 
@@ -304,5 +304,5 @@ def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copies block `source` onto block `target` for every pair, all reads before any write. buffers: each [num_blocks, ...]"""
     sources, targets = np.array(pairs).T
     for buffer in buffers:
-        blocks = buffer.view(torch.uint8).numpy()  # torch would wake its threads for some kilobytes, and wait for them on a busy machine
+        blocks = buffer.view(torch.uint8).numpy()  # torch would wake its threads for a few kilobytes, and wait for them on a busy machine
         blocks[targets] = blocks[sources]

@@ -1,4 +1,4 @@
-"""Products with weights of 8-bit floats, in plain torch: the twins of the kernels of a GPU."""
+"""Products with 8-bit float weights in plain torch: the references of the GPU kernels."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from octavo.kernels.kernel_shapes import FP8_BLOCK
 
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]; many rows of it are rounded to 8 bits."""
+    """Returns x W^T [rows, out], in `out` if given. x: [rows, in]; if it has many rows, they are rounded to 8 bits."""
     wide = _rounded(x, weight.span) if rounds_x(len(x), x.dtype) else x.float()
     product = wide @ widen(weight).T
     product = (product if bias is None else product + bias.float()).to(x.dtype)
@@ -16,7 +16,7 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Te
 
 
 def widen(weight: Fp8Matrix, rows: Tensor | None = None) -> Tensor:
-    """Returns all rows, or those of an index [count], as float32."""
+    """Returns all rows, or those of an index [count], in float32."""
     values = weight.values if rows is None else weight.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
     if not weight.blocks:
         return values.float() * (weight.scale if rows is None else weight.scale[rows])[:, None]
@@ -25,10 +25,10 @@ def widen(weight: Fp8Matrix, rows: Tensor | None = None) -> Tensor:
 
 
 def round_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Returns 8-bit floats [rows, in], and their scales [rows, in / span] float32. Where all numbers are zero the scale is one."""
+    """Returns 8-bit floats [rows, in], and their scales [rows, in / span] float32. If all numbers are zero the scale is one."""
     wide = x.float().unflatten(1, (-1, span))
     largest = wide.abs().amax(-1, keepdim=True)
-    most = torch.full_like(largest, FP8_LARGEST)  # a tensor: torch multiplies by the inverse of a number, which is rounded twice
+    most = torch.full_like(largest, FP8_LARGEST)  # a tensor: for a number, torch multiplies by its inverse, which rounds twice
     largest = torch.where(largest > 0, largest, most)
     values = (wide * (most / largest)).clamp(-FP8_LARGEST, FP8_LARGEST).flatten(1).to(torch.float8_e4m3fn)
     return values, (largest / most).squeeze(-1)

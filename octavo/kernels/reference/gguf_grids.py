@@ -1,7 +1,7 @@
-"""The grids of GGML's IQ kinds: which runs of 4 or 8 numbers a weight may have. They are facts of the format, as published by GGML.
+"""The grids of GGML's IQ kinds: the allowed runs of 4 or 8 numbers. They are facts of the format, as published by GGML.
 
-Each entry of a grid is two bytes here: 8 numbers of 2 bits, or 4 of 4 bits, the lowest bits first. A number is a place in a short
-list of values. Strings become tensors when a file of such a kind is read for the first time.
+Each entry of a grid has two bytes here: 8 numbers of 2 bits, or 4 of 4 bits, the lowest bits first. A number is an index into a
+short list of values. The strings are decoded when a file of such a kind is read for the first time.
 """
 
 import base64
@@ -118,8 +118,8 @@ _IQ1 = (
     "B8cBB&^+DyUJYRH#;{S*U=hf~bh7il~*Sps1p#sHm!_1*sIN8L1(uC8<HFP^nd^TB%{FW~phZkg1lb0ICA22&xLIAgUs&D5@%|QL0p`R;qxif~ttBimH{WpsJ#(sH&=}"
 )
 
-# By grid: its entries, the bits of a number, and the values that numbers stand for. The values of IQ1 are -1, 0 and 1, in steps of an
-# eighth from 128 on.
+# By grid: its entries, the bits of a number, and the values that numbers represent. The values of IQ1 are -1, 0 and 1, in units of an
+# eighth, shifted by 128.
 _GRIDS = {
     "IQ2_XXS": (_IQ2_XXS, 2, (8, 25, 43)),
     "IQ2_XS": (_IQ2_XS, 2, (8, 25, 43)),
@@ -142,14 +142,14 @@ def grid(name: str) -> Tensor:
 
 @cache
 def sign_masks() -> Tensor:
-    """Returns by byte, for each of its bits, 255 if it is set and 0 if not: int64 [256], whose bytes are the eight masks."""
+    """Returns for each byte a mask per bit, 255 if it is set and 0 if not: int64 [256], whose bytes are the eight masks."""
     bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1
     return (bits * 255).to(torch.uint8).view(torch.int64).squeeze(-1)
 
 
 @cache
 def even_sign_masks() -> Tensor:
-    """Returns the masks of 7 bits and of an eighth that makes the number of set bits even: int64 [128]."""
+    """Returns the masks of 7 bits and an eighth bit that makes the number of set bits even: int64 [128]."""
     seven = torch.arange(128)
     parity = (seven.unsqueeze(-1) >> torch.arange(7) & 1).sum(-1) & 1
     return sign_masks()[seven | parity << 7]

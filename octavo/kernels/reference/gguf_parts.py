@@ -1,4 +1,4 @@
-"""What all quantised kinds of GGUF share: the parts that their numbers are made of, and fields of a few bits in bytes."""
+"""Common parts of all quantised kinds of GGUF: the components of their numbers, and bit fields in bytes."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """What quantised numbers are made of: x = scale * (code - middle) + offset. With a table, table[code] stands for the code."""
+    """The components of quantised numbers: x = scale * (code - middle) + offset. With a table, table[code] replaces the code."""
 
-    codes: Tensor  # [groups, numbers] uint8, a copy: may be written
+    codes: Tensor  # [groups, numbers] uint8, a copy that may be modified
     middle: int
-    scale: Tensor  # [groups, runs] float32: a run is as many numbers as share a scale
-    offset: Tensor | None = None  # [groups, runs] float32, where it is not zero
-    table: Tensor | None = None  # [16] uint8, where codes of 4 bits stand for numbers that are not evenly spaced
+    scale: Tensor  # [groups, runs] float32: the numbers of a run share a scale
+    offset: Tensor | None = None  # [groups, runs] float32, if it is not zero
+    table: Tensor | None = None  # [16] uint8, if 4-bit codes are indices of unevenly spaced numbers
 
 
 def half(two_bytes: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def half(two_bytes: Tensor) -> Tensor:
 
 def pairs(groups: Tensor) -> Tensor:
     """Returns the codes in the last 16 bytes of each group."""
-    low, high = groups & 15, groups >> 4  # of the scales too: a pass over contiguous bytes is faster than one that skips some
+    low, high = groups & 15, groups >> 4  # also computed for the scales: a pass over contiguous bytes is faster than a strided one
     return torch.cat([low[:, -16:], high[:, -16:]], dim=-1)  # [groups, 32]
 
 

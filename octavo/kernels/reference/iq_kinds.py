@@ -1,4 +1,4 @@
-"""GGML's IQ kinds of 1 to 3 bits: a code is the place of 4 or 8 numbers in a grid, and most kinds keep signs beside it.
+"""GGML's IQ kinds of 1 to 3 bits: a code is the index of 4 or 8 numbers in a grid, and most kinds store signs separately.
 
     IQ2_XXS:  66 bytes    d f16 | 8 x (4 places u8, word)                                            runs of 32
     IQ2_XS:   74 bytes    d f16 | 32 x (place 9 bits, signs 7 bits) | 16 scales of 4 bits            runs of 16
@@ -12,7 +12,7 @@
     IQ2:  x = d * (scale + 1/2) / 4 * number      IQ3_XXS: x = d * (scale + 1/2) / 2 * number      IQ3_S: x = d * (2 scale + 1) * number
     IQ1:  x = d * (2 scale + 1) * (number ± 1/8)
 
-All of them become codes of 8 bits here, counted from 128. Products are exact in float32.
+All of them are converted to 8-bit codes here, shifted by 128. Products are exact in float32.
 """
 
 import torch
@@ -25,12 +25,12 @@ MIDDLE = 128
 
 
 def _looked_up(name: str, places: Tensor) -> Tensor:
-    """Returns the numbers at these places of a grid: [groups, places] -> uint8 [groups, 256]."""
+    """Returns the numbers at these indices of a grid: [groups, places] -> uint8 [groups, 256]."""
     return grid(name)[places].view(torch.uint8)
 
 
 def _with_signs(numbers: Tensor, masks: Tensor) -> Tensor:
-    """Returns codes. `masks`: int64 [groups, 32], a byte for each number, 255 where it is negative."""
+    """Returns codes. `masks`: int64 [groups, 32], a byte for each number, 255 if it is negative."""
     negative = masks.view(torch.uint8)
     return (numbers ^ negative).sub_(negative).add_(MIDDLE)  # 8 bits wrap around
 
@@ -42,17 +42,17 @@ def _fields(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _shorts(octets: Tensor) -> Tensor:
-    """Returns unsigned numbers of 16 bits, as int32."""
+    """Returns unsigned 16-bit numbers as int32."""
     return octets.clone(memory_format=torch.contiguous_format).view(torch.int16).int() & 0xFFFF
 
 
 def _words(octets: Tensor) -> Tensor:
-    """Returns int32 words, of a copy: a view of one block may begin anywhere."""
+    """Returns int32 words of a copy, since a view of one block may not be aligned."""
     return octets.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def _signs_and_scales(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns masks [groups, 32] and scales [groups, 8] out of int32 words [groups, 8]."""
+    """Returns masks [groups, 32] and scales [groups, 8] from int32 words [groups, 8]."""
     return even_sign_masks()[_fields(words, 7, 4)], words >> 28 & 15
 
 
@@ -88,7 +88,7 @@ def iq3_s(groups: Tensor) -> Parts:
 
 
 def _shifted(places: Tensor, down: Tensor) -> Tensor:
-    """Returns codes in eighths, one more than the numbers of the grid are, or one less where `down` is 1: [groups, 32]."""
+    """Returns codes in eighths, one more than the numbers of the grid, or one less where `down` is 1: [groups, 32]."""
     shifts = (1 - 2 * down.int()).to(torch.uint8)
     return _looked_up("IQ1", places).view(-1, 32, 8).add_(shifts.unsqueeze(-1)).flatten(1)
 

@@ -1,6 +1,6 @@
-"""What a layer computes beside attention, in plain torch: norm, rotation, gate, and products of a few rows or of packed codes.
+"""All parts of a layer except attention, in plain torch: norm, rotation, gate, and products of small batches or quantised weights.
 
-A kernel of a GPU does several of these steps at once. Its twin here has the same name and arguments and does them one by one.
+A GPU kernel fuses several of these steps. Its reference here has the same name and arguments and does them one by one.
 """
 
 import math
@@ -19,8 +19,8 @@ from octavo.kernels.reference.products import multiply
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    The mean is taken in float32 whatever x is. x is rounded back to its own dtype before the weight multiplies it, or after, if the
-    weight is float32. Published models were trained in one of these orders.
+    The mean is computed in float32 for any dtype of x. x is rounded back to its own dtype before the weight multiplies it, or after, if
+    the weight is float32. Published models were trained in one of these orders.
     """
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x [T, heads, head_dim] normed: each head by a weight [head_dim], or all as one by a weight [heads * head_dim]."""
+    """Returns x [T, heads, head_dim] normed: each head by a weight [head_dim], or all together by a weight [heads * head_dim]."""
     if len(weight) == x.shape[-1]:
         return rms_norm(x, weight, eps)
     return rms_norm(x.flatten(1), weight, eps).view(x.shape)
@@ -41,13 +41,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x [T, heads, head_dim] with each head turned to its token's position.
+    """Returns x [T, heads, head_dim] with each head rotated by its token's position.
 
-    Dimensions i and i + head_dim/2 of a head are one point, which is turned by an angle:
+    Dimensions i and i + head_dim/2 of a head are the coordinates of a point that is rotated by an angle:
 
         head   [ x0 x1 x2 x3 | y0 y1 y2 y3 ]        (xi, yi) -> (xi cos - yi sin, yi cos + xi sin)
 
-    cos and sin: [T, head_dim / 2] float32, of the positions of these tokens. Narrower ones turn the first dimensions alone.
+    cos and sin: [T, head_dim / 2] float32, for the positions of these tokens. If they are narrower, only the first dimensions are rotated.
     """
     half = cos.shape[-1]
     if half == 0:
@@ -64,13 +64,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """Returns gelu(gate) * up [T, size], with the GELU that is made of a tanh. x: [T, 2 * size], gate then up"""
+    """Returns gelu(gate) * up [T, size], with the tanh approximation of GELU. x: [T, 2 * size], gate then up"""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
-    """Returns the gated numbers [T, size] of an MLP (`kernels/gates.py`). x: [T, 2 * size], gate then up"""
+    """Returns the gated values [T, size] of an MLP (`kernels/gates.py`). x: [T, 2 * size], gate then up"""
     if gate != "clamped":
         return silu_and_mul(x) if gate == "swiglu" else gelu_and_mul(x)
     low, up = x.float().chunk(2, dim=-1)
@@ -79,7 +79,7 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
 
 
 def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-    """Returns the new residual stream: what a sub-layer gave is normed, scaled and added."""
+    """Returns the new residual stream: the output of a sub-layer is normed, scaled and added."""
     return residual + rms_norm(x, after, eps) * scale
 
 
@@ -92,12 +92,12 @@ def norm_add_norm(
 
 
 def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Scales logits in place, and then makes them cap * tanh(logits / cap)."""
+    """Scales logits in place, and then caps them: cap * tanh(logits / cap)."""
     wide = logits.float() * scale
     return logits.copy_(wide if cap is None else cap * torch.tanh(wide / cap))
 
 
-# -- products of a few rows, each with the step before or after it
+# -- products of small batches, each fused with the step before or after it
 
 
 def linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
@@ -108,12 +108,12 @@ def linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) ->
 def norm_linear(
     x: Tensor,
     residual: Tensor,
-    norm_weight: Tensor | None,  # None: the product is that of the sum itself
+    norm_weight: Tensor | None,  # None: the sum itself is multiplied
     eps: float,
     weight: Tensor | Fp8Matrix,
     bias: Tensor | None = None,
-    after: Tensor | None = None,  # norms x before it is added
-    scale: float = 1.0,  # of what is added
+    after: Tensor | None = None,  # norm of x before it is added
+    scale: float = 1.0,  # factor on x when it is added
 ) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(x + residual) W^T, the new residual)."""
     x = x if after is None else rms_norm(x, after, eps)
@@ -131,13 +131,13 @@ def norm_router(
     after: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (logits of all experts, the normed rows they were made of, the new residual); as `norm_linear` has them."""
+    """Returns (logits of all experts, the normed rows they are computed from, the new residual), like `norm_linear`."""
     logits, stream = norm_linear(x, residual, norm_weight, eps, weight, bias, after, scale)
     return logits, rms_norm(stream, norm_weight, eps), stream
 
 
 def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (logits, the normed rows they were made of)."""
+    """Returns (logits, the normed rows they are computed from)."""
     hidden, _ = add_rms_norm(x, residual, norm_weight, eps)
     return multiply(hidden, weight), hidden
 
@@ -152,14 +152,14 @@ def gate_up(
     scale: float = 1.0,
     gate: Gate = "swiglu",
 ) -> tuple[Tensor, Tensor]:
-    """Returns (the gated numbers of rms_norm(x + residual), the new residual); as `norm_linear` has them."""
+    """Returns (the gated values of rms_norm(x + residual), the new residual), like `norm_linear`."""
     product, stream = norm_linear(x, residual, norm_weight, eps, weight, None, after, scale)
     return gate_and_mul(product, gate), stream
 
 
 def merge_linear(
     parts: Tensor,  # [rows, splits, heads, head_dim] float32
-    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: nothing, and the part is not read
+    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: the part is empty and is not read
     weight: Tensor,  # [out, heads * head_dim]
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -175,22 +175,22 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
     return mixed.flatten(1).to(dtype)
 
 
-# -- products with packed codes: all weights are unpacked first
+# -- products with packed quantised weights: all weights are unpacked first
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]"""
+    """Returns x W^T [rows, out], in `out` if given. x: [rows, in]"""
     product = multiply(x, unpack(weight, x.dtype), bias)
     return product if out is None else out.copy_(product)
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
-    """Returns the gated numbers. The weight has the rows of gate, then those of up."""
+    """Returns the gated values. The weight has the rows of gate, then those of up."""
     return gate_and_mul(packed_linear(x, weight), gate)
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
+    """Returns all rows, or those of an index [count], dequantised [count, in], with columns in their original order."""
     words, pairs = (weight.words, weight.scales) if rows is None else (weight.words[rows], weight.scales[rows])
     halves = pairs.view(torch.float16).view(*pairs.shape, 2).float().repeat_interleave(weight.group, dim=1)  # [count, columns, 2]
     codes = unpack_words(words, weight.bits, weight.span)
@@ -201,14 +201,14 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
 
 
 def unpack_words(words: Tensor, bits: int, span: int) -> Tensor:
-    """Returns the codes [n, columns] int32 in words [n, blocks * span] int16."""
+    """Returns the codes [n, columns] int32 that are packed in words [n, blocks * span] int16."""
     wide = words.int().unflatten(1, (-1, 4, 2, span // 16, 2)).transpose(2, 4).flatten(2)  # [n, blocks, span], by columns
     spans = [wide >> shift & (1 << bits) - 1 for shift in range(0, WORD_BITS, bits)]
     return torch.stack(spans, dim=2).flatten(1)
 
 
 def pack_words(codes: Tensor, bits: int, span: int) -> Tensor:
-    """Returns words [n, blocks * span] int16 of codes [n, columns] uint8. Columns must be whole blocks."""
+    """Packs codes [n, columns] uint8 into words [n, blocks * span] int16. Columns must be whole blocks."""
     spans = codes.unflatten(1, (-1, WORD_BITS // bits, span))  # [n, blocks, spans, span]
     words = torch.zeros(len(codes), spans.shape[1], span, dtype=torch.int32, device=codes.device)
     for index in range(WORD_BITS // bits):

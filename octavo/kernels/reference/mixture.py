@@ -1,14 +1,14 @@
-"""A mixture of experts in plain torch: which experts a token goes through, and the weighted sum of what they give.
+"""A mixture of experts (MoE) in plain torch: the selection of experts for each token, and the weighted sum of their outputs.
 
     x [T, hidden] -> logits [T, count] -> ids, weights [T, chosen]
-    of each expert:  its tokens -> gate, up -> activation -> down -> times the weight -> added to the tokens' rows
+    for each expert:  its tokens -> gate, up -> activation -> down -> times the weight -> added to the tokens' rows
 
-A stack has one matrix of every expert, one below the other, so that it is a matrix like any other and may be kept as codes:
+A stack contains the matrices of all experts, one below the other. It is a matrix like any other, and may be quantised:
 
     gate_up   [ gate of 0 | up of 0 | gate of 1 | up of 1 | ... ]    count * 2 * inner rows
     down      [ down of 0 | down of 1 | ... ]                        count * hidden rows
 
-An expert adds to a token in the order of the experts' numbers, whatever else is in the batch.
+The outputs of experts are added to a token in the order of their numbers, independently of the rest of the batch.
 """
 
 import torch
@@ -18,13 +18,13 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.reference.layer import silu_and_mul, unpack
 from octavo.kernels.reference.products import multiply
 
-LIMIT, STEEPNESS = 7.0, 1.702  # of the clamped gate
+LIMIT, STEEPNESS = 7.0, 1.702  # constants of the clamped gate
 
 
 def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token [T, chosen] int64, the best first, and their weights [T, chosen] float32.
 
-    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum up to 1
+    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum to 1
     """
     wide = logits.float()
     if scores == "chosen":
@@ -42,11 +42,11 @@ def mixture(
     down: Tensor | DeviceCodes,  # [count * hidden, inner]
     biases: tuple[Tensor, Tensor] | None = None,  # [count * 2 * inner] and [count * hidden]
     activation: str = "swiglu",
-    first: int = 0,  # the number of the first expert of the stack; those that it does not have add nothing
+    first: int = 0,  # the number of the first expert in the stack; experts that it does not contain add nothing
 ) -> Tensor:
-    """Returns the weighted sum of what the chosen experts give each token [T, hidden]."""
+    """Returns the weighted sum of the outputs of each token's experts [T, hidden]."""
     count = len(down) // x.shape[1]
-    order = ids.flatten().argsort(stable=True)  # of a token's place among all choices, by expert
+    order = ids.flatten().argsort(stable=True)  # indices of all choices, sorted by expert
     sizes = torch.bincount(ids.flatten(), minlength=first + count)[first : first + count].tolist()
     start = int((ids < first).sum())
     out = torch.zeros_like(x, dtype=torch.float32)
@@ -78,7 +78,7 @@ def _rows(stack: Tensor | DeviceCodes, expert: int, count: int, x: Tensor) -> Te
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """Returns what the gate lets through of up [T, inner]. x: [T, 2 * inner], gate then up"""
+    """Returns up multiplied by the activated gate [T, inner]. x: [T, 2 * inner], gate then up"""
     return {"swiglu": silu_and_mul, "clamped": clamped_and_mul}[activation](x)
 
 

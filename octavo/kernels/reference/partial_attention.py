@@ -1,13 +1,13 @@
-"""Attention over the keys that one of several ranks keeps. Ranks share out a sequence by blocks, one after the other:
+"""Attention over the keys stored on one of several ranks. The ranks share a sequence block by block, in turn:
 
     block_size 2, 2 ranks     position   0 1   2 3   4 5   6 7
                               rank        0     1     0     1
-                              block      table[0]    table[1]        each rank keeps its half of it
+                              block      table[0]    table[1]        each rank stores its half of it
 
     keys of rank 1            index 0 1 2 3  ->  positions 2 3 6 7
 
-A rank's keys are in the order of their positions, so those before any position are the first of them. Scores are made for some queries
-at a time: a long prompt over a long context never has all of them at once.
+A rank's keys are in the order of their positions, so the keys before any position are a prefix of them. Scores are computed for some
+queries at a time, so that a long prompt over a long context does not need all of them at once.
 """
 
 import torch
@@ -19,21 +19,21 @@ LOWEST = -1e30  # finite, and below any score
 
 def partial_attention(
     q: Tensor,  # [T, heads, head_dim]
-    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]: of this rank
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]: on this rank
     v_cache: Tensor,
     tables: Tensor,  # [R, B]: of blocks that cover `ranks` times as many tokens
     query_start: Tensor,  # [R+1]
-    context_len: Tensor,  # [R]: tokens, on whatever rank
+    context_len: Tensor,  # [R]: tokens, on all ranks
     scale: float,
     rank: int,
     ranks: int,
     window: int | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,  # of k and v, [num_blocks, block_size, kv_heads], where these are codes
+    scales: tuple[Tensor, Tensor] | None = None,  # of k and v, [num_blocks, block_size, kv_heads], if these are quantised
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what each query makes of the keys that it sees here [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
+    """Returns attention of each query over the keys that it sees here [T, heads, head_dim], and the log-sum-exp [T, heads]; both float32.
 
-    A query that sees none has zeros, and -inf.
+    For a query that sees none, these are zeros and -inf.
     """
     size = k_cache.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -62,7 +62,7 @@ def _by_head(cache: Tensor, scale: Tensor | None, blocks: Tensor, count: int) ->
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor]:
-    """Returns the result [n, heads, head_dim] of queries, and its log-sum-exp [n, heads]. There is one array of scores at a time."""
+    """Returns the attention [n, heads, head_dim] of queries, and its log-sum-exp [n, heads]. Uses only one array of scores."""
     grouped = q.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, head_dim]
     scores = torch.matmul(grouped.flatten(1, 2), keys.transpose(1, 2)).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, n, L]
     if soft_cap is not None:
@@ -70,12 +70,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: f
     scores.masked_fill_(hidden, -torch.inf)
     largest = scores.amax(-1, keepdim=True).clamp(min=LOWEST)
     weights = scores.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True)  # at least 1, or 0 where no key is seen
+    total = weights.sum(-1, keepdim=True)  # at least 1, or 0 if no key is seen
     mixed = torch.matmul(weights.flatten(1, 2), values).unflatten(1, grouped.shape[1:3]) / total.clamp(min=1)
     return mixed.permute(2, 0, 1, 3).flatten(1, 2), (largest + total.log())[..., 0].permute(2, 0, 1).flatten(1)
 
 
 def kept_positions(length: int, block_size: int, rank: int, ranks: int) -> Tensor:
-    """Returns the positions below `length` that a rank keeps, in order."""
+    """Returns the positions below `length` that are stored on a rank, in order."""
     position = torch.arange(length)
     return position[position // block_size % ranks == rank]

@@ -1,11 +1,11 @@
-"""Philox4x32-10: random numbers that are a pure function of where they are used.
+"""Philox4x32-10: random numbers that are a pure function of their position.
 
-    key      (key0, key1)                            whose noise: the seed and the sample
-    counter  (token // 4, position, stream, high)    which number of it
+    key      (key0, key1)                            the stream: the seed and the sample
+    counter  (token // 4, position, stream, high)    the index in it
     output   four 32-bit words, one for each token of its quad: lane = token % 4
 
-Nothing is drawn in sequence, so noise for one token of one row can be computed alone, and no row can disturb another.
-Words live in int64 tensors: a 32 x 32 bit product fits (it may wrap to a negative number, its bits are right). Counter
+Nothing is generated in sequence, so noise for one token of one row can be computed alone, and no row can affect another.
+Words are stored in int64 tensors: a 32 x 32 bit product fits (it may wrap to a negative number, its bits are right). Counter
 parts that are equal along a row stay [S, 1] and broadcast, which saves most of the first two rounds.
 """
 
@@ -28,7 +28,7 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     k0, k1 = key
     for _ in range(ROUNDS):
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        # c1 and c3 may carry dirt above bit 31: only their low halves are used, and one mask cleans what is multiplied next
+        # c1 and c3 may have garbage above bit 31: only their low halves are used, and one mask clears the operands of the next products
         c0, c1 = ((right >> 32) ^ (c1 ^ k0)).bitwise_and_(LOW32), right
         c2, c3 = ((left >> 32) ^ (c3 ^ k1)).bitwise_and_(LOW32), left
         k0, k1 = (k0 + KEY_STEPS[0]) & LOW32, (k1 + KEY_STEPS[1]) & LOW32
@@ -51,7 +51,7 @@ def uniform(noise: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def uniform_at(noise: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the same numbers for chosen tokens only, [S, K] float32. tokens: [S, K]"""
+    """Returns the same numbers for selected tokens only, [S, K] float32. tokens: [S, K]"""
     words = torch.stack(_words(noise, positions, tokens // LANES), dim=-1)  # [S, K, lanes]
     word = words.gather(-1, (tokens % LANES).unsqueeze(-1)).squeeze(-1)
     return _open_unit((word >> 9).to(torch.float32))
@@ -63,5 +63,5 @@ def _words(noise: Tensor, positions: Tensor, quads: Tensor) -> Words:
 
 
 def _open_unit(high23: Tensor) -> Tensor:
-    # 23 bits and a half fit a float32 exactly, so neither 0 nor 1 can come out by rounding
+    # 23 bits and a half fit a float32 exactly, so rounding cannot produce 0 or 1
     return high23.add_(0.5).mul_(2.0**-23)

@@ -1,7 +1,7 @@
-"""Products of torch, also of bfloat16 on a CPU that cannot multiply it.
+"""Matrix products in torch, also of bfloat16 on a CPU that does not support it.
 
-There torch multiplies bfloat16 one number at a time: 64 rows by a matrix of 1,024 x 1,024 take a second of a Neoverse-N1. In float32
-they take 5 ms. Both ways round a sum to bfloat16 once, so they differ by the order of the sum alone.
+On such a CPU torch multiplies bfloat16 one number at a time: 64 rows by a 1,024 x 1,024 matrix take a second on a Neoverse-N1, but
+5 ms in float32. Both round each sum to bfloat16 once, so they differ only by the order of summation.
 """
 
 from functools import cache
@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 1 << 20  # weights converted at a time: a copy of a whole matrix would be memory that no plan knows of
+CHUNK = 1 << 20  # weights converted at a time: a copy of a whole matrix would be memory outside the plan
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns x W^T [rows, out features], in `out` if that is given. x: [rows, in features]; weight: [out features, in features]"""
+    """Returns x W^T [rows, out features], in `out` if given. x: [rows, in features]; weight: [out features, in features]"""
     if slow_here(weight):
         return _multiply_in_float32(x, weight, bias, torch.empty(len(x), len(weight), dtype=x.dtype) if out is None else out)
     if out is None:
@@ -23,7 +23,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor 
 
 
 def slow_here(numbers: Tensor) -> bool:
-    """Says whether torch multiplies numbers of this dtype one by one on the device where they are."""
+    """Returns whether torch multiplies numbers of this dtype one by one on their device."""
     return numbers.dtype == torch.bfloat16 and numbers.is_cpu and not _cpu_multiplies_bfloat16()
 
 

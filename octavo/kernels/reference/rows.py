@@ -1,6 +1,6 @@
-"""The twins of the kernels around a forward: changes into the rows, a step's tensors out of them, results back into them.
+"""The references of the kernels around a forward: updates of the rows, the tensors of a step from them, results back into them.
 
-They work in numpy, which is quicker than torch at the small arrays of a decode step.
+They use numpy, which is faster than torch for the small arrays of a decode step.
 """
 
 from math import isfinite
@@ -15,9 +15,9 @@ from octavo.kernels.step_tensors import StepTensors
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Runs of words from one flat tensor to another; no run has more than `longest`.
+    """Copies runs of int32 values from one flat tensor to another; no run has more than `longest`.
 
-    runs: place in source, place in target, count, [N, 3] int64
+    runs: index in source, index in target, count, [N, 3] int64
     """
     words, places = source.numpy(), target.numpy()
     for start, place, count in runs.tolist():
@@ -25,20 +25,20 @@ def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> No
 
 
 def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
-    """Fills the tensors of a step out of the rows. words: [rows, width] int32
+    """Fills the tensors of a step from the rows. words: [rows, width] int32
 
-    A table is null past a row's last block, up to the longest one of the step.
+    A table is null after a row's last block, up to the longest row of the step.
     """
     lines, out = words.numpy(), step.on_host()
     rows, starts, firsts = out["row"], out["query_start"], out["start"]
     counts, total, padded = starts[1:] - starts[:-1], int(starts[-1]), rows[-1] < 0
     context = firsts + counts
-    if total == len(rows) and counts.max() == 1:  # a token each, as in a decode step
+    if total == len(rows) and counts.max() == 1:  # one token each, as in a decode step
         token_rows, positions = rows, firsts.astype(np.int64)
     else:
         token_rows = rows.repeat(counts)
         positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
-    if padded:  # the rest is padding: it reads row 0, and what it computes goes to the null block
+    if padded:  # padding: it reads row 0, and its results go to the null block
         positions[token_rows < 0] = 0
         context[rows < 0] = 0
     _fill(out["positions"], positions, total)
@@ -62,15 +62,15 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
 
 
 def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], total: int, rows: NDArray[np.int32] | None = None) -> None:
-    """Writes the values of a step's tokens, 0 for those of no row and behind the last entry."""
+    """Writes the values of a step's tokens, and 0 for padding and after the last scheduled row."""
     numbers[:total] = values if rows is None or rows[-1] >= 0 else np.where(rows < 0, 0, values)
     numbers[total:] = 0
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
 
-    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    states: of all tokens [T, any size]; hidden: of the last token of each scheduled row [entries, size], which may be the same tensor
     """
     lines, host, found = words.numpy(), step.on_host(), result.numpy()
     rows, starts = host["row"], host["query_start"]
@@ -87,16 +87,16 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
 
 def _bad_entries(states: Tensor, hidden: Tensor, starts: NDArray[np.int32]) -> set[int]:
-    """The entries of tokens that are not finite; those behind the last entry count as one more."""
+    """Returns the scheduled rows with values that are not finite. Tokens after the last row count as one more."""
     bad = set() if hidden is states else set(_not_finite(hidden).tolist())
     tokens = _not_finite(states)
     return bad | set((np.searchsorted(starts, tokens, side="right") - 1).tolist()) if len(tokens) else bad
 
 
 def _not_finite(states: Tensor) -> NDArray[np.int64]:
-    """Returns which of the states have a number that is not finite."""
-    # As it nearly always is. A dot product would be faster, but threads of numpy's BLAS take a core for some time after it.
-    with np.errstate(over="ignore", invalid="ignore"):  # a sum that is not finite is looked into below
+    """Returns the indices of the states that contain a number that is not finite."""
+    # The sum is nearly always finite. A dot product would be faster, but numpy's BLAS threads occupy a core for some time after it.
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum that is not finite is examined below
         total = np.add.reduce(states.numpy(), axis=None) if states.dtype == torch.float32 else states.sum()
     if isfinite(total):
         return np.zeros(0, np.int64)

@@ -1,10 +1,10 @@
-"""4-bit codes that stand for 16 numbers which are not evenly spaced: IQ4_NL, IQ4_XS and MXFP4.
+"""4-bit codes that are indices of 16 unevenly spaced numbers: IQ4_NL, IQ4_XS and MXFP4.
 
     IQ4_NL:  18 bytes    d f16 | 16 code pairs                                             x = d * number[code]
     IQ4_XS: 136 bytes    d f16 | 8 scales of 6 bits: top 2 bits, low 4 | 8 x 16 pairs      x = d * (scale - 32) * number[code]
     MXFP4:   17 bytes    exponent u8 | 16 code pairs                                       x = 2^(exponent - 128) * number[code]
 
-The numbers of MXFP4 are floats of 4 bits, doubled so that they are whole. Tables count from a middle, a power of two, so that they
+The numbers of MXFP4 are 4-bit floats, doubled so that they are integers. Tables are shifted by a middle, a power of two, so that they
 have no negative numbers.
 """
 
@@ -39,5 +39,5 @@ def mxfp4(groups: Tensor) -> Parts:
 
 @cache
 def _halved_powers() -> Tensor:
-    """Returns 2^(exponent - 128) by byte: half of what it says, because the table holds doubled numbers."""
+    """Returns 2^(exponent - 128) by byte: half of the encoded scale, because the table holds doubled numbers."""
     return torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)])

@@ -1,1 +1,1 @@
-"""Kernels for one NVIDIA GPU, in Triton; each has its twin in `kernels/reference/`."""
+"""Triton kernels for one NVIDIA GPU; each has a reference in `kernels/reference/`."""

@@ -1,13 +1,13 @@
-"""Programmatic dependent launch: a kernel begins while the one before it on the stream still runs.
+"""Programmatic dependent launch (PDL): a kernel starts while the previous one on the stream still runs.
 
-    kernel N      launches dependents | weights on their way | waits | reads x, writes y ............ |
-    kernel N + 1        launches dependents | weights on their way ................... waits for all of N | reads y, ...
+    kernel N      launches dependents | prefetches weights | waits | reads x, writes y ............. |
+    kernel N + 1        launches dependents | prefetches weights ................. waits for all of N | reads y, ...
 
-Until `gdc_wait` has returned a kernel touches nothing but weights: no activations, cache, tables or lengths, and no writes.
-Every program of every kernel waits. So, whoever has waited knows that all kernels before it have ended, not only the last:
-that one ended because it had waited in turn. Hence a kernel may write where an earlier one still read when this one began, which
-is what an allocator makes of memory that was freed: all writes come after the wait. A kernel that is launched plainly, before or
-after, is waited for or waits as ever. Weights must not be written by a kernel just before.
+Until `gdc_wait` has returned, a kernel reads only weights: no activations, cache, tables or lengths, and it writes nothing.
+Every program of every kernel waits. So after its wait a kernel knows that all earlier kernels have ended, not only the previous one,
+since that one waited in turn. Hence a kernel may write where an earlier one was still reading when this one started, as happens when
+an allocator reuses memory: all writes come after the wait. Order with kernels that are launched without PDL is as usual.
+Weights must not be written by a kernel just before.
 """
 
 import triton
@@ -18,7 +18,7 @@ from octavo.kernels.triton.target import capability, has_pdl
 
 
 def use_pdl() -> bool:
-    """Hopper and later; not in the interpreter."""
+    """Whether PDL is used: on Hopper and later, but not in the interpreter."""
     return has_pdl(capability())
 
 

@@ -1,7 +1,7 @@
-"""Calls of every kernel, on a few numbers of the model's shape: what they make Triton compile is what an engine needs.
+"""Calls every kernel on small tensors of the model's shape, so that Triton compiles exactly what an engine needs.
 
-Nothing is launched: `worker/compile_process.py` writes down what would be compiled, and compiles it. A kernel that is not called
-here, or in another way than a step calls it, is compiled when the first step warms up: that costs time, not correctness.
+Nothing is launched: `worker/compile_process.py` records the compilations, and then runs them. A kernel that is not called
+here, or not in the way a step calls it, is compiled when the first step warms up: this costs time, but is correct.
 Nothing may be compiled later.
 """
 
@@ -43,16 +43,16 @@ Call = Callable[[], object]
 
 
 def kernel_keys() -> list[str]:
-    """Has Triton name every kernel and what it calls, in one order, before it compiles any; the names change with the source.
+    """Computes the cache keys of all kernels and of the functions they call, in a fixed order, before any is compiled.
 
-    The name it gives a kernel in its cache depends on which others it has named before, where they share functions. Whoever
-    compiles has to call this first, or does not find what others compiled.
+    The key of a kernel in Triton's cache depends on which others were computed before, if they share functions. Every process
+    that compiles must call this first, or it does not find kernels that others compiled. Keys change with the source.
 
-    From then on no launch looks whether constants are still what they were: with dozens of them that was half of its time.
+    It also disables the check at each launch that constants are unchanged: with dozens of them, that took half of the launch time.
     """
     modules = [vars(sys.modules[name]) for name in sorted(sys.modules) if name.startswith("octavo.kernels.triton.")]
     functions = [function for module in modules for _, function in sorted(module.items()) if isinstance(function, JITFunction)]
-    keys = [function.cache_key for function in functions]  # all of them, before the names of any are forgotten
+    keys = [function.cache_key for function in functions]  # all of them, before globals are cleared
     for function in functions:
         function.used_global_vals.clear()
     return keys
@@ -75,7 +75,7 @@ class KernelCalls:
 
     def calls(self) -> list[Call]:
         shapes = self.shapes
-        kinds = {kind[2:]: kind for kind in shapes.attentions}.values()  # decode does not know of windows, nor what is rotated
+        kinds = {kind[2:]: kind for kind in shapes.attentions}.values()  # decode kernels do not depend on windows or rotation
         calls: list[Call] = [self.attend_to(1, 1, kind) for kind in kinds]
         calls += [self.attend_to(1, 32, kind) for kind in shapes.attentions]
         calls += [self.attend_to(1, 1, kind, in_teams=True) for kind in shapes.attentions if kind.window is None]
@@ -97,7 +97,7 @@ class KernelCalls:
     def between_products(self) -> list[Call]:
         shapes, x, scale = self.shapes, self.numbers(2, self.shapes.hidden), self.scales(self.shapes.hidden)
         eps, times = shapes.norm_eps, shapes.residual_scale
-        calls: list[Call] = [lambda: add_rms_norm(x, x, scale, eps)]  # the last one of all, if no other
+        calls: list[Call] = [lambda: add_rms_norm(x, x, scale, eps)]  # the final norm, if there is no other
         if times != 1 and shapes.norms == "before":
             calls.append(lambda: add_rms_norm(x, x, scale, eps, times))
         if shapes.norms != "before":
@@ -166,7 +166,7 @@ class KernelCalls:
         copy_words(words.view(-1), words.view(-1), self.places(3).view(1, 3), 1)
 
     def behind_a_step(self) -> list[Call]:
-        """What the sampler of the device calls."""
+        """The kernels that the device's sampler calls."""
         logits, scores = self.numbers(1, self.shapes.vocab), torch.zeros(1, self.shapes.vocab, device=self.device)
         line, ids = self.words(1, 10), self.words(1)
         floats = line.view(torch.float32)
@@ -201,7 +201,7 @@ class KernelCalls:
         return self.numbers(self.shapes.num_heads) if kind.sinks else None
 
     def scales(self, size: int) -> Tensor:
-        """The weight of a norm."""
+        """Returns the weight of a norm."""
         return torch.zeros(size, dtype=torch.float32 if self.shapes.wide_norms else self.dtype, device=self.device)
 
     def cache(self) -> Tensor:
@@ -209,7 +209,7 @@ class KernelCalls:
         return empty_cache(self.layout, shape, self.dtype, self.device).zero_()
 
     def matrix(self, out: int, size: int, rows: int) -> Tensor | Fp8Matrix:
-        """A matrix as the kernels for so few rows get it."""
+        """Returns a matrix in the format that the kernels for so few rows receive."""
         span = next((one.span for one in self.shapes.fp8 if (one.out_features, one.in_features) == (out, size)), 0)
         return zero_fp8(out, size, span, self.device) if span and rows <= FP8_GEMV_ROWS else self.numbers(out, size)
 

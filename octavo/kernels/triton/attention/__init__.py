@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: prefill, decode, and decode fused with what comes before it."""
+"""Attention over a paged KV cache: prefill, decode, and decode fused with the steps before it."""

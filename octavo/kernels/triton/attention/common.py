@@ -1,9 +1,9 @@
-"""What the decode and the prefill kernel share: where a key lies, what a score is, and one tile of softmax.
+"""Common parts of the decode and prefill kernels: the address of a key, the score, and one tile of softmax.
 
-Scores stay as they come from the product; `unit` takes them to units of log2 inside the exponential, in one fused multiply-add,
-and exp2 is the GPU's own exponential. A cap or a slope needs the true score, whose unit is then log2(e) alone. A hidden score
-is a large negative number and not -inf, so that differences stay finite, and far below the number the largest score begins
-with, so that a tile in which a query sees nothing adds nothing.
+Scores stay unscaled; `unit` converts them to units of log2 inside the exponential, in one fused multiply-add,
+and exp2 is the GPU's native exponential. A cap or a slope needs the true score, whose unit is log2(e). A masked score
+is a large negative number instead of -inf, so that differences stay finite. It is far below the initial largest score,
+so that a tile without visible keys adds nothing.
 """
 
 import triton
@@ -18,7 +18,7 @@ LOWEST = tl.constexpr(-1.0e28)
 
 @triton.jit
 def slots_of(table, position, mask, region_size, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
-    """The slot of each position of a row. Paged, `table` holds its blocks; else its first entry is the row's own region."""
+    """The slot of each position of a row. If PAGED, `table` holds its blocks; otherwise its first entry is the row's region."""
     if PAGED:
         block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
         return block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -28,7 +28,7 @@ def slots_of(table, position, mask, region_size, BLOCK_SIZE: tl.constexpr, PAGED
 
 @triton.jit
 def place_of(slot, kv_head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr):
-    """Where a head's numbers of a slot begin. TOGETHER tokens of a head lie side by side: 1, or a block of them (`cache_layout.py`)."""
+    """The address of a head in a slot. TOGETHER tokens of a head are contiguous: 1, or a block of them (`cache_layout.py`)."""
     among = slot & (TOGETHER - 1)
     return ((slot - among) * KV_HEADS + kv_head * TOGETHER + among) * DIM
 
@@ -46,13 +46,13 @@ def places_of(
     PAGED: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Where a head's numbers begin at each position of a row."""
+    """The addresses of a head at the positions of a row."""
     return place_of(slots_of(table, position, mask, region_size, BLOCK_SIZE, PAGED), kv_head, KV_HEADS, DIM, TOGETHER)
 
 
 @triton.jit
 def load_lines(source, place, inside, DIM: tl.constexpr, DIM_TILE: tl.constexpr, MASKED: tl.constexpr):
-    """A head's numbers at each place [N] -> [N, DIM_TILE]; zeros past DIM and, if MASKED, where not inside."""
+    """Loads a head at each address [N] -> [N, DIM_TILE]; zeros after DIM and, if MASKED, outside."""
     dim = tl.arange(0, DIM_TILE)
     pointers = source + place[:, None] + dim[None, :]
     if MASKED:
@@ -65,7 +65,7 @@ def load_lines(source, place, inside, DIM: tl.constexpr, DIM_TILE: tl.constexpr,
 
 @triton.jit
 def capped(scores, scale, cap, CAPPED: tl.constexpr):
-    """cap * tanh(scale * score / cap). Without a cap scores stay as they come from the product."""
+    """cap * tanh(scale * score / cap). Without a cap, scores stay unscaled."""
     if CAPPED:
         return cap - 2 * cap / (tl.exp2(scores * (2 * LOG2E * scale / cap)) + 1)
     else:
@@ -74,7 +74,7 @@ def capped(scores, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def score(q, keys, scale, cap, slope, behind, CAPPED: tl.constexpr, SLOPED: tl.constexpr):
-    """q [M, DIM], keys [N, DIM] -> [M, N] float32; float32 stays float32, never tf32. behind [M, N]: key's position - query's"""
+    """q [M, DIM], keys [N, DIM] -> [M, N] float32; float32 is never computed as tf32. behind [M, N]: key's position - query's"""
     scores = capped(tl.dot(q, tl.trans(keys), input_precision="ieee"), scale, cap, CAPPED)
     if SLOPED and not CAPPED:
         scores *= scale
@@ -85,7 +85,7 @@ def score(q, keys, scale, cap, slope, behind, CAPPED: tl.constexpr, SLOPED: tl.c
 
 @triton.jit
 def begin(sinks, head, present, unit, ROWS: tl.constexpr, DIM_TILE: tl.constexpr, WITH_SINKS: tl.constexpr):
-    """(largest, total, mixed) before any key: nothing, or the head's sink, a score without a value."""
+    """The initial (largest, total, mixed): empty, or the head's sink, a score without a value."""
     mixed = tl.zeros([ROWS, DIM_TILE], tl.float32)
     if WITH_SINKS:
         sink = tl.load(sinks + head, mask=present, other=0.0).to(tl.float32) * (LOG2E / unit)
@@ -96,7 +96,7 @@ def begin(sinks, head, present, unit, ROWS: tl.constexpr, DIM_TILE: tl.constexpr
 
 @triton.jit
 def weigh(scores, largest, total, unit):
-    """One tile's step of online softmax: the new (largest, total), the keys' weights, and by how much all before fades."""
+    """One step of online softmax: the new (largest, total), the weights of the tile, and the factor for earlier sums."""
     now = tl.maximum(largest, tl.max(scores, 1))
     weights = tl.exp2(scores * unit - (now * unit)[:, None])
     fade = tl.exp2((largest - now) * unit)
@@ -110,7 +110,7 @@ def mix(weights, fade, values, mixed):
 
 @triton.jit
 def finish(largest, total, mixed, unit):
-    """(output, log-sum-exp in units of log2); nothing seen gives zeros and -inf."""
+    """(output, log-sum-exp in units of log2); zeros and -inf if no key was visible."""
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
     return mixed / safe[:, None], tl.where(seen, largest * unit + tl.log2(safe), float("-inf"))

@@ -1,17 +1,17 @@
-"""Decode attention: rows with one query each. Each program takes one share of the work.
+"""Decode attention: rows with one query each. Each program takes one split-KV work item ("share").
 
     shares     | row 2, part 0, heads 0 1 2 | part 1, heads 0 1 2 | row 0, heads 0 1 2 | row 1, heads 0 1 2 |    longest row first
-    programs     0           1            2   3           4     5   6       7       8    9       10     11    ... those past the last: none
+    programs     0           1            2   3           4     5   6       7       8    9       10     11    ... after the last: none
 
-All query heads of a group are answered by the program that reads their keys (padded to 16, for tl.dot), so each byte of the cache
-is read once. The shares are listed once a step (`decode_shares.py`). A GPU starts the next program as soon as there is room for it:
-a multiprocessor that gets less of the memory's bandwidth than another runs fewer of them, and the short ones at the end fill up.
+One program processes all query heads of a group (padded to 16, for tl.dot), so each byte of the cache
+is read once. The work items are listed once per step (`decode_shares.py`). A GPU starts the next program as soon as there is room:
+a multiprocessor with less memory bandwidth than another runs fewer of them, and the short ones at the end balance the load.
 
-A row that is longer than a share leaves parts. Of FAN neighbours whoever comes last merges all, in their order, and then is one of
-the next FAN: after a few rounds the last of the last has the row. So who is quicker than whom changes no bit.
+A row that is longer than a work item produces parts. Of FAN neighbours the last to finish merges all, in their order, and then is one
+of the next FAN: after a few rounds the last program has the row. So the timing of programs does not change any bit.
 
-Rows that share keys have read them in teams before (`teams.py`): such a row begins behind these keys, and its result is merged with what
-its teams found.
+The keys of shared-prefix groups were read before (`teams.py`): a row in such groups starts after these keys, and its result is merged
+with those of its groups.
 """
 
 import triton
@@ -24,7 +24,7 @@ from octavo.kernels.triton.pdl import begin as begin_pdl
 from octavo.kernels.triton.pdl import wait
 
 LN2 = tl.constexpr(LN_2)
-FAN = tl.constexpr(8)  # parts merged at once; more than there are rounds, see `merge`
+FAN = tl.constexpr(8)  # parts merged at once; more than the number of rounds, see `merge`
 LEVELS = tl.constexpr(team_words.MOST_LEVELS)
 
 
@@ -67,9 +67,9 @@ def decode(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """left [most_parts, GROUP, DIM], left_lse [most_parts, GROUP], both float32: what the shares of rows that are cut leave
+    """left [most_parts, GROUP, DIM], left_lse [most_parts, GROUP], both float32: results of parts of split rows
 
-    levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32: what a row has read in teams, as many as its share says
+    levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32: results of shared-prefix groups, as many as the share says
     """
     begin_pdl(PDL)
     wait(PDL)
@@ -87,7 +87,7 @@ def decode(
     depth = load_depth(shares, share) if WITH_LEVELS else 0
 
     largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
-    if WITH_SINKS:  # counted once, here or by who merges: from the lowest, a part's first key wipes it out
+    if WITH_SINKS:  # counted once, here or when parts are merged: a part starts at the lowest score, which its first key removes
         largest = tl.where((parts == 1) & (depth == 0), largest, LOWEST)
     result, log_sum = read_keys(
         queries, k_cache, v_cache, table, kv_head, low, high, end, slope, largest, total, mixed, scale, unit, cap, region_size,
@@ -171,8 +171,8 @@ def answer(
     WITH_LSE: tl.constexpr,
     WITH_LEVELS: tl.constexpr,
 ):
-    """A row's result over its own keys is all it has, or is merged with those of its teams, in their order."""
-    if WITH_LEVELS:  # noqa: SIM102 (known when it is compiled, unlike the depth)
+    """Stores a row's result over its own keys, merged with those of its shared-prefix groups, if any, in their order."""
+    if WITH_LEVELS:  # noqa: SIM102 (a compile-time constant, unlike the depth)
         if depth > 0:
             result, log_sum = with_levels(
                 result, log_sum, levels, levels_lse, sinks, row.to(tl.int64) * (LEVELS * HEADS) + head, head, present, depth,
@@ -220,7 +220,7 @@ def with_levels(
 
 @triton.jit
 def put(target, line, mask, numbers, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
-    """numbers [N, DIM_TILE] at the lines [N] of [.., DIM]"""
+    """Stores numbers [N, DIM_TILE] at the lines [N] of [.., DIM]."""
     dim = tl.arange(0, DIM_TILE)
     tl.store(target + line[:, None] * DIM + dim[None, :], numbers.to(target.dtype.element_ty), mask=mask[:, None] & (dim < DIM)[None, :])
 
@@ -251,8 +251,8 @@ def merge(
     WITH_LSE: tl.constexpr,
     WITH_LEVELS: tl.constexpr,
 ):
-    """Of parts that stand `stride` apart FAN are merged into the first one's place, in each round by who comes last. Arrivals at
-    round r are counted by the r-th of the parts that are merged: as FAN is more than there are rounds, by nobody else."""
+    """Merges FAN parts that are `stride` apart into the first one's place; in each round the last to arrive does it. Arrivals of
+    round r are counted by the r-th of the merged parts: since FAN is more than the number of rounds, each counter has one use."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     member = tl.arange(0, MERGE_TILE)
     present = member < GROUP
@@ -266,7 +266,7 @@ def merge(
         first = part_0 + part * KV_HEADS
         last = count == 1
         if count > 1:
-            tl.debug_barrier()  # all threads have put down what they have, before one says so
+            tl.debug_barrier()  # all threads must have stored their results before one signals
             arrived = shares + (1 + first + turn * KV_HEADS) * WORDS + AT_ARRIVED
             last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1
             if last:
@@ -282,7 +282,7 @@ def merge(
                         HEADS, DIM, DIM_TILE, WITH_SINKS, WITH_LSE, WITH_LEVELS,
                     )  # fmt: skip
                 else:
-                    tl.debug_barrier()  # all threads have read what is now written over
+                    tl.debug_barrier()  # all threads must have read what is now overwritten
                     put(left, first.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
                     tl.store(left_lse + first * GROUP + member, log_sum, mask=present)
         stride = tl.where(last, span, parts)
@@ -307,7 +307,7 @@ def merged(
     MERGE_TILE: tl.constexpr,
     WITH_SINKS: tl.constexpr,
 ):
-    """(output, log-sum-exp in units of log2) of `count` parts. Others left them: they are read past the multiprocessor's own cache."""
+    """(output, log-sum-exp in units of log2) of `count` parts. Other programs stored them, so loads bypass the L1 cache."""
     dim = tl.arange(0, DIM_TILE)
     line = first.to(tl.int64) * GROUP + tl.arange(0, MERGE_TILE)
     apart = stride * KV_HEADS * GROUP

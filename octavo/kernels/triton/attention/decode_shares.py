@@ -1,7 +1,7 @@
-"""Divides decode attention into shares, once a step: who reads which keys of which row (`kernels/share_words.py`).
+"""Divides decode attention into split-KV work items, once per step (`kernels/share_words.py`).
 
-A program for each row counts all rows for itself, which takes it no longer than one alone would take, and then writes the lines of
-its own: they begin behind those of all longer rows.
+There is one program for each row. It counts all rows by itself, which takes no longer than if one program did it, and then writes the
+lines of its own row, which come after those of all longer rows.
 """
 
 import torch
@@ -27,7 +27,7 @@ from octavo.kernels.share_words import (
 )
 from octavo.kernels.team_words import ENTRY, LEVELS, OWN, Teams
 
-ROWS, LINES = 1024, 128  # at once
+ROWS, LINES = 1024, 128  # processed at once
 NO_WINDOW = 2**31 - 1
 AT_ALL, AT_ARRIVED, AT_DEPTH, WORDS = map(tl.constexpr, (IN_ALL, ARRIVED, DEPTH, LINE))
 AT_OWN, AT_LEVELS, ENTRY_WORDS = map(tl.constexpr, (OWN, LEVELS, ENTRY))
@@ -53,7 +53,7 @@ def load_depth(shares, share):
 
 @triton.jit
 def count_tiles(query_start, context_len, entries, row, num_rows, num_teams, window, TILE: tl.constexpr, WITH_TEAMS: tl.constexpr):
-    """(tiles, token, first key, end) of each row; tiles are 0 where a row has not one query."""
+    """(tiles, token, first key, end) of each row; tiles is 0 for a row that does not have exactly one query."""
     present = row < num_rows
     token = tl.load(query_start + row, mask=present, other=0).to(tl.int32)
     behind = tl.load(query_start + row + 1, mask=present, other=0).to(tl.int32)
@@ -139,9 +139,9 @@ def decode_shares(
     window: int | None,
     kv_heads: int,
     tile: int,  # keys
-    programs: int,  # that a GPU runs at once
-    each: int,  # shares that rows are cut into for each of them, at most
-    grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
+    programs: int,  # programs that a GPU runs at once
+    each: int,  # maximum work items for each of them that rows are split into
+    grain: int,  # tiles of a work item: there are more items as soon as each program would read twice as many tiles
     teams: Teams | None = None,
 ) -> DecodeShares:
     rows = len(context_len)

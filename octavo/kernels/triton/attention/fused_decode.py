@@ -1,14 +1,14 @@
-"""Decode attention of a few rows from qkv on, in one kernel: norms of q and k, rotation, the write of k and v, and the splits.
+"""Decode attention for small batches from qkv on, in one kernel: norms of q and k, rotation, the write of k and v, and the splits.
 
-    row's context   |-- split 0 --|-- split 1 --|-- split 2 --| new |        the new key and value never come out of the cache:
-    a program       queries of a KV head (padded to 16, for tl.dot) x its    split 0 has them in registers, where it made them, and
-                    split, tile by tile                                      writes them to their slot, which no program reads
+    row's context   |-- split 0 --|-- split 1 --|-- split 2 --| new |        the new key and value are not read from the cache:
+    a program       queries of a KV head (padded to 16, for tl.dot) x its    split 0 computes them in registers, and writes
+                    split, tile by tile                                      them to their slot, which no program reads
 
-The splits grow with the context, and so does their number, so that a short context is not cut to pieces that cost more to merge
-than they gain, and a long one fills the GPU. Each program leaves its part and its log-sum-exp; `merge_gemv` weighs them. A head's
-sink is a score without a value: split 0, which every row has, counts it as one more key, and no other split does.
+The length and the number of splits grow with the context, so that a short context is not divided into pieces that cost more to merge
+than they save, and a long one fills the GPU. Each program stores its part and the log-sum-exp; `merge_gemv` merges them. A head's
+sink is a score without a value: only split 0, which every row has, counts it, as one more key.
 
-    a head   [ x0 x1 x2 | y0 y1 y2 | rest ]     ROTARY numbers are rotated, (xi, yi) together; the rest, or all, stays as it is
+    a head   [ x0 x1 x2 | y0 y1 y2 | rest ]     ROTARY dimensions are rotated, (xi, yi) together; the rest is unchanged
 """
 
 import torch
@@ -38,14 +38,14 @@ from octavo.kernels.triton.step.norm import weighted
 
 @triton.jit
 def exchanged(dim, ROTARY: tl.constexpr):
-    """The number that each number of a head is turned with; itself, where it is not turned."""
+    """The index of the dimension that each dimension is rotated with; itself, if it is not rotated."""
     HALF: tl.constexpr = ROTARY // 2
     return tl.where(dim < HALF, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
 
 
 @triton.jit
 def turned(head, other, scales, other_scales, eps, cos, sin, DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr):
-    """Heads [N, DIM_TILE] normed and rotated, rounded as the twin does. `other`: the same, exchanged; sin has its sign."""
+    """Heads [N, DIM_TILE] normed and rotated, rounded as in the reference. `other`: the same, exchanged; sin includes its sign."""
     kind = head.dtype
     x, y = head.to(tl.float32), other.to(tl.float32)
     if NORM:
@@ -118,7 +118,7 @@ def fused_decode(
     present = member < GROUP
     line = qkv + row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM
     of_q = line + head[:, None] * DIM
-    of_k = line + (HEADS + kv_head + member * 0)[:, None] * DIM  # the one new key and value, once for each query
+    of_k = line + (HEADS + kv_head + member * 0)[:, None] * DIM  # the single new key and value, repeated for each query
     there = present[:, None] & whole[None, :]
     q = tl.load(of_q + dim[None, :], mask=there, other=0.0)
     q_exchanged = tl.load(of_q + other[None, :], mask=there, other=0.0)
@@ -127,7 +127,7 @@ def fused_decode(
     v = tl.load(of_k + KV_HEADS * DIM + dim[None, :], mask=whole[None, :], other=0.0)
 
     first = tl.maximum(length - window, 0) if WINDOWED else 0
-    last = length - 1  # the new token's place
+    last = length - 1  # the position of the new token
     share = tl.minimum(tl.maximum(tl.cdiv(last - first, FEW_SPLITS), LEAST_SHARE), LONG_SHARE)
     share = tl.cdiv(tl.maximum(share, tl.cdiv(last - first, SPLITS)), TILE) * TILE
     low = first + split * share
@@ -137,7 +137,7 @@ def fused_decode(
         tl.store(parts_lse + at, tl.full([GROUP_TILE], float("-inf"), tl.float32), mask=present)
         return
 
-    # The first tile is asked for before q is made ready, each next one before its predecessor is used.
+        # The first tile is loaded before q is prepared, and each next one before its predecessor is used.
     table = tables + row.to(tl.int64) * table_width
     lane = tl.arange(0, TILE)
     inside = low + lane < high
@@ -188,19 +188,19 @@ def fused_decode(
 def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], of qkv's dtype or float32, eps
-    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
+    cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
-    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
+    context_len: Tensor,  # tokens, including the new one; 0 is padding, which writes nothing
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim] in any layout
     v_cache: Tensor,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
-    splits: int | None = None,  # up to which a context is cut; by default as many as the widest table calls for
+    splits: int | None = None,  # maximum number of splits of a context; by default as many as the widest table needs
     tiles: DecodeTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:

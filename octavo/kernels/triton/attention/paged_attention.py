@@ -1,11 +1,11 @@
-"""Attention over a KV cache: rows of one query go to the decode kernel, rows of more to the prefill kernel.
+"""Attention over a KV cache: rows of one query use the decode kernel, rows of more the prefill kernel.
 
     paged         cache [num_blocks, block_size, kv_heads, head_dim] in any layout, tables [R, B]: the blocks of each row
     contiguous    cache [num_rows, max_len, kv_heads, head_dim], tables [R, 1]: the region of each row
 
-Both run the same tiles in the same order, so with equal bytes in the caches the results are equal bit for bit. Nothing here
-waits for the GPU: `max_query` is a bound the caller knows, and rows are told apart on the device. A row's context ends with its
-queries; slots past it are never read. A row without context yields zeros, its log-sum-exp is -inf, or its sink's score.
+Both process the same tiles in the same order, so with equal bytes in the caches the results are equal bit for bit. Nothing here
+waits for the GPU: `max_query` is a bound the caller knows, and rows are classified on the device. A row's context ends with its
+queries; slots after it are never read. A row without context yields zeros, and its log-sum-exp is -inf, or its sink's score.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, has_copy_engine
 
 Pair = tuple[Tensor, Tensor]
-Given = tuple[Any, ...]  # arguments both kernels begin with
+Given = tuple[Any, ...]  # arguments that both kernels start with
 
 
 def paged_attention(
-    q: Tensor,  # [T, heads, head_dim]; tokens may lie apart, as q does inside qkv
+    q: Tensor,  # [T, heads, head_dim]; tokens may be strided, as q is inside qkv
     k_cache: Tensor,
     v_cache: Tensor,
     tables: Tensor,  # int32 or int64
@@ -45,9 +45,9 @@ def paged_attention(
     window: int | None = None,
     lse: Tensor | None = None,  # [T, heads] float32, natural log
     paged: bool = True,
-    tiles: Tiles | None = None,  # of the kernel that max_query calls for
+    tiles: Tiles | None = None,  # of the kernel selected by max_query
     of_teams: Tiles | None = None,
-    shares: DecodeShares | None = None,  # as `shares_of` makes them of the same rows: layers of one window share them
+    shares: DecodeShares | None = None,  # from `shares_of` for the same rows: layers with the same window use the same
     fresh: Pair | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv [T, kv_heads, head_dim]: read instead of the cache
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
@@ -90,7 +90,7 @@ def shares_of(
     tiles: Tiles | None = None,
     teams: Teams | None = None,  # not with a window: there rows read alone
 ) -> DecodeShares:
-    """How decode's work is divided in this step (`kernels/share_words.py`)."""
+    """Divides the decode work of this step into work items (`kernels/share_words.py`)."""
     assert teams is None or window is None
     chosen = tiles or decode_tiles(k_cache.dtype, k_cache.shape[3])
     programs = chosen.programs * multiprocessors(k_cache.device)
@@ -99,7 +99,7 @@ def shares_of(
 
 
 def team_sizes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """Returns how many rows a team may have, and how many teams fill the GPU."""
+    """Returns how many rows a shared-prefix group may have, and how many groups fill the GPU."""
     tiles = team_tiles(dtype, head_dim)
     return min(tiles.queries // (heads // kv_heads), MOST_ROWS), -(-tiles.programs * multiprocessors(device) // kv_heads)
 
@@ -119,13 +119,13 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
 
 
 def _teams(tensors: Given, numbers: Given, shared: dict[str, Any], teams: Teams, tiles: Tiles) -> Pair:
-    """Returns the levels of rows that read in teams (`teams.py`)."""
+    """Returns the levels of rows in shared-prefix groups (`teams.py`)."""
     q, k_cache, v_cache, tables, query_start, context_len, *_, slopes = tensors
     assert slopes is None and len(teams.lines) > most_teams(len(context_len))
     levels = torch.empty(len(context_len), MOST_LEVELS, *q.shape[1:], dtype=torch.float32, device=q.device)
     sums = torch.empty(levels.shape[:3], dtype=torch.float32, device=q.device)
     pdl = tiles.pdl and use_pdl()
-    unlike = "SLOPED", "WITH_SINKS", "WITH_LSE"  # of rows
+    unlike = "SLOPED", "WITH_SINKS", "WITH_LSE"  # these apply to rows
     read_in_teams[(tiles.programs * multiprocessors(q.device),)](
         q, k_cache, v_cache, tables, query_start, teams.lines, levels, sums, *numbers[:-1],
         **{name: value for name, value in shared.items() if name not in unlike}, TEAM_TILE=tiles.queries, TILE=tiles.keys,
@@ -155,12 +155,12 @@ def _decode(
 
 
 def _describable(q: Tensor) -> bool:
-    """Whether tensor descriptors serve: they copy whole tiles of powers of two, on Hopper and later."""
+    """Whether tensor descriptors can be used: they copy whole tiles of powers of two, on Hopper and later."""
     return q.dtype.itemsize == 2 and q.shape[2] == triton.next_power_of_2(q.shape[2]) and has_copy_engine(capability())
 
 
 def _describe(new: Tensor, keys: int) -> TensorDescriptor:
-    """Tiles of one head and so many tokens of [T, kv_heads, head_dim]."""
+    """A descriptor for tiles of one head and this many tokens of [T, kv_heads, head_dim]."""
     return TensorDescriptor(new, [len(new), new.shape[1] * new.shape[2]], [new.stride(0), 1], [keys, new.shape[2]])
 
 

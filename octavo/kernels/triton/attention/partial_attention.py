@@ -1,7 +1,7 @@
-"""Attention over the keys that one of several ranks keeps (`kernels/reference/partial_attention.py` has the drawing).
+"""Attention over the keys stored on one of several ranks (`kernels/reference/partial_attention.py` has a drawing).
 
 One kernel for rows of one query and of more: a program takes a tile of a row's queries with the heads that share a KV head, and
-reads the rank's keys up to the last that any of them sees. Which of these a query sees follows from the true position of a key.
+reads the rank's keys up to the last one visible to any of them. Masks use the true position of a key.
 """
 
 import torch
@@ -14,7 +14,7 @@ from octavo.kernels.triton.attention.common import HIDDEN, LN_2, LOG2_E, begin, 
 from octavo.kernels.triton.attention.prefill import row_of_tile
 
 LN2 = tl.constexpr(LN_2)
-QUERIES, KEYS = 32, 32  # of a tile; a query counts once for each of its heads
+QUERIES, KEYS = 32, 32  # in a tile; each head of a token counts as a query
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_width", "window", "rank"])
@@ -55,7 +55,7 @@ def attend_partly(
     count = (tl.load(query_start + row + 1) - token).to(tl.int32)
     offset = (tile - (token // TOKENS + row)).to(tl.int32) * TOKENS
     if offset >= count:
-        return  # past the row's last tile
+        return  # after the row's last tile
 
     end = tl.load(context_len + row).to(tl.int32)
     line = tl.arange(0, LINES)
@@ -66,7 +66,7 @@ def attend_partly(
     query_position = end - count + query
     table = tables + row.to(tl.int64) * table_width
 
-    last = tl.minimum(end - count + offset + TOKENS, end)  # what is seen lies before it
+    last = tl.minimum(end - count + offset + TOKENS, end)  # visible keys end here
     SPAN: tl.constexpr = BLOCK_SIZE * RANKS
     rest = tl.minimum(tl.maximum(last % SPAN - rank * BLOCK_SIZE, 0), BLOCK_SIZE)
     kept = last // SPAN * BLOCK_SIZE + rest
@@ -94,11 +94,11 @@ def attend_partly(
 
 def partial_attention(
     q: Tensor,  # [T, heads, head_dim]
-    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim] in any layout: of this rank
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim] in any layout: on this rank
     v_cache: Tensor,
     tables: Tensor,  # [R, B]: of blocks that cover `ranks` times as many tokens
     query_start: Tensor,  # [R+1]
-    context_len: Tensor,  # [R]: tokens, on whatever rank
+    context_len: Tensor,  # [R]: tokens, on all ranks
     scale: float,
     rank: int,
     ranks: int,

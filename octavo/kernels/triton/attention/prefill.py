@@ -2,17 +2,17 @@
 
     a tile of queries   16 tokens x 8 heads of the group = 128 rows of the product; all read the same keys
     keys of a row       |-------- past: through the table --------|-------- new: this step's tokens --------|
-    of a tile           |---- every query sees all of it ---------|-- seen by all: no mask --|-- diagonal --|
+    for a tile          |---- visible to all queries -------------|- visible to all: no mask --|- diagonal -|
 
-New keys and values lie side by side in this step's qkv, if the caller hands it over, and are then loaded by the tile, without a
-look at the table; the cache holds the same. Tiles of keys are cut in two at the first new token whoever is read, so all ways give
-the same bits. A row of n queries has n // TOKENS + 1 tiles at most, so row r's tiles start at query_start[r] // TOKENS + r: the grid
-needs no more than the number of tokens and rows, and a program finds its row by bisection. Late tiles, the long ones, go first.
+New keys and values are contiguous in this step's qkv; if the caller passes them, they are loaded by the tile, without reading
+the table; the cache holds the same values. Tiles of keys are always split at the first new token, so all sources give
+the same bits. A row of n queries has at most n // TOKENS + 1 tiles, so row r's tiles start at query_start[r] // TOKENS + r: the grid
+depends only on the number of tokens and rows, and a program finds its row by bisection. The last tiles, which take longest, go first.
 
     lagging    scores of tile 1 | weights of 1, meanwhile values of 0 | scores of 2 | weights of 2, meanwhile values of 1 | ...
 
-Tensor cores and exponentials work at the same time only if neither waits for the other. So a tile's values are mixed one step
-late, while the weights of the next tile are computed; what is left of the last tile is mixed at the end.
+Tensor cores and exponentials run at the same time only if neither waits for the other. So a tile's values are mixed one step
+late, while the weights of the next tile are computed; those of the last tile are mixed at the end.
 """
 
 import triton
@@ -57,8 +57,8 @@ def load_tile(
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Keys or values from `start` on. SOURCE 'cache': slots by way of the table; 'tokens': token `shift + position` of [T, STRIDE];
-    'tiles': the same by a descriptor, which knows no end."""
+    """Loads keys or values from `start` on. SOURCE 'cache': slots through the table; 'tokens': token `shift + position` of [T, STRIDE];
+    'tiles': the same by a descriptor, without an end check."""
     if SOURCE == "tiles":
         return source.load([shift + start, kv_head * DIM])
     else:
@@ -111,9 +111,9 @@ def over_keys(
     STAGES: tl.constexpr,
     LAGGING: tl.constexpr,
 ):
-    """Takes the keys from low to high in; `first` is where this source's keys began, and weights are zeros there.
+    """Processes the keys from low to high; `first` is the start of this source's keys, and weights are zero before it.
 
-    SEEN   'all': whole tiles that every query sees; 'inside': every query sees what lies before end; 'causal': each up to itself.
+    SEEN   'all': whole tiles visible to every query; 'inside': visible to every query up to end; 'causal': each query up to itself.
     """
     MASKED: tl.constexpr = WINDOWED or SEEN != "all"
     for start in tl.range(low, high, TILE, num_stages=STAGES):
@@ -194,7 +194,7 @@ def prefill(
     count = (tl.load(query_start + row + 1) - token).to(tl.int32)
     offset = (tile - (token // TOKENS + row)).to(tl.int32) * TOKENS
     if (count <= 1) | (offset >= count):
-        return  # decode's, or past the row's last tile
+        return  # for the decode kernel, or after the row's last tile
 
     end = tl.load(context_len + row).to(tl.int32)
     past = end - count

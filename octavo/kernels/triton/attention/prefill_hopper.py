@@ -1,14 +1,14 @@
-"""Prefill attention for Hopper, in Gluon: one group of warps brings keys and values, two compute, none waits for memory.
+"""Prefill attention for Hopper, in Gluon: one group of warps loads keys and values, two compute, and none waits for memory.
 
-    warps 8-11   | keys of 0 | values of 0 | keys of 1 | values of 1 | ...          producer: into STAGES places of shared memory
+    warps 8-11   | keys of 0 | values of 0 | keys of 1 | values of 1 | ...          producer: into STAGES buffers of shared memory
     warps 0-3    | scores 0 | weights 0 | scores 1, values 0 | weights 1 | ...      consumer: lines 0 to 63
     warps 4-7    | the same ...                                                     consumer: lines 64 to 127
 
-Work is cut as in `prefill.py`, which this stands in for wherever there are no windows, caps, slopes or sinks: a program takes
-a tile of a row's queries and one KV head. Consumers see tiles of keys in order and know nothing of where they came from, so paged,
-contiguous and new tokens' own keys and values give the same bits. The copy engine brings tiles that lie side by side and end before
-their row does; all others come line by line, zeros past the end. A tile's values are mixed one step late, while tensor cores
-have the next tile's scores to do.
+Work is divided as in `prefill.py`, which this replaces if there are no windows, caps, slopes or sinks: a program takes
+a tile of a row's queries and one KV head. Consumers read tiles of keys in order, independently of their source, so paged,
+contiguous and new tokens' own keys and values give the same bits. The copy engine loads tiles that are contiguous and lie completely
+within their row; all others are loaded line by line, with zeros after the end. A tile's values are mixed one step late, while the
+tensor cores compute the next tile's scores.
 """
 
 from typing import Any
@@ -34,14 +34,14 @@ LN2 = gl.constexpr(common.LN_2)
 HIDDEN, LOWEST = gl.constexpr(common.HIDDEN.value), gl.constexpr(common.LOWEST.value)
 LINES = 128
 HALF = gl.constexpr(LINES // 2)  # lines of a consumer
-REGISTERS = {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}  # of a thread: 168 each when it starts
-AT_ONCE = gl.constexpr(256)  # rows looked at for one that has a tile
-PIECE = gl.constexpr(32)  # keys whose lines are asked for at once
+REGISTERS = {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}  # per thread: 168 each at launch
+AT_ONCE = gl.constexpr(256)  # rows examined at once to find that of a tile
+PIECE = gl.constexpr(32)  # keys whose lines are loaded at once
 
 
 @gluon.jit
 def row_of_tile(query_start, tile, num_rows, TOKENS: gl.constexpr):
-    """The last row whose tiles start at or before this one: their number, less one."""
+    """The last row whose tiles start at or before this one."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     found = 0
     for start in range(0, num_rows, AT_ONCE):
@@ -54,7 +54,7 @@ def row_of_tile(query_start, tile, num_rows, TOKENS: gl.constexpr):
 @gluon.jit
 def copy_lines(source, table, kv_head, start, end, shift, region_size, place, STRIDE: gl.constexpr, KV_HEADS: gl.constexpr,
                DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, TOGETHER: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """Asks for keys or values from `start` on, zeros from `end` on. STRIDE 0: of the cache, by way of the table; else of [T, STRIDE]."""
+    """Loads keys or values from `start` on, zeros from `end` on. STRIDE 0: from the cache, through the table; else from [T, STRIDE]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     HEAD: gl.constexpr = DIM if STRIDE > 0 else DIM * TOGETHER
@@ -70,7 +70,7 @@ def copy_lines(source, table, kv_head, start, end, shift, region_size, place, ST
             else:
                 slot = gl.load(table).to(gl.int64) * region_size + position
             among = slot & (TOGETHER - 1)
-            line = ((slot - among) * KV_HEADS + among) * DIM  # with the head's first below, what `place_of` of common.py has
+            line = ((slot - among) * KV_HEADS + among) * DIM  # relative to the head's first line, as in `place_of` of common.py
         pointers = source + kv_head * HEAD + line[:, None] + dim[None, :]
         async_copy.async_copy_global_to_shared(place.slice(piece * PIECE, PIECE), pointers, mask=inside[:, None])
     async_copy.commit_group()
@@ -80,7 +80,7 @@ def copy_lines(source, table, kv_head, start, end, shift, region_size, place, ST
 def copy_both(k_source, v_source, table, kv_head, start, end, shift, region_size, k_place, v_place, k_ready, v_ready, v_free, phase,
               STRIDE: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr,
               TOGETHER: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """A tile of keys and values line by line; the tensor cores may read them after a fence."""
+    """Loads a tile of keys and values line by line; the tensor cores may read them after a fence."""
     copy_lines(k_source, table, kv_head, start, end, shift, region_size, k_place, STRIDE, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER, TILE)
     mbarrier.wait(v_free, phase)
     copy_lines(v_source, table, kv_head, start, end, shift, region_size, v_place, STRIDE, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER, TILE)
@@ -134,7 +134,7 @@ def weigh(scores, largest, total, unit):
 
 @gluon.jit
 def done(total):
-    """The same, but the assembler moves nothing that waits from behind to before it: it might leave here, for all it knows."""
+    """Returns the same value, and keeps the assembler from moving instructions across: as far as it knows, this may exit."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p exit; mov.b32 $0, $1; }", "=f,f", [total], gl.float32, False, 1
     )
@@ -143,8 +143,8 @@ def done(total):
 @gluon.jit
 def over_tiles(low, high, start, limit, unit, largest, total, mixed, weights, q_place, k_places, v_places, ready, free,
                MASKED: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Takes tiles `low` to `high` in, of which `low` is at position `start`; queries see keys up to `limit`. No branches: products under
-    way would be waited for before each."""
+    """Processes tiles `low` to `high`; `low` starts at position `start`; queries see keys up to `limit`. Without branches, which would
+    wait for products in flight."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     o_lines: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -216,7 +216,7 @@ def consume(q, out, lse, kv_head, token, count, offset, past, steps, unit, q_pla
     weights = gl.convert_layout(weighed.to(dtype), p_layout)
 
     low = 1
-    for part in range(2):  # the past, then this step's tokens: whole tiles that all queries see, then those that need a mask
+    for part in range(2):  # the past, then this step's tokens: whole tiles visible to all queries, then those that need a mask
         begun = part * behind
         whole = gl.maximum(begun + gl.where(part == 0, past, offset + 1) // TILE, low)
         high = gl.where(part == 0, gl.maximum(behind, whole), steps)
@@ -286,7 +286,7 @@ def prefill_hopper(
     count = (gl.load(query_start + row + 1) - token).to(gl.int32)
     offset = (tile - (token // TOKENS + row)).to(gl.int32) * TOKENS
     if (count <= 1) | (offset >= count):
-        return  # decode's, or past the row's last tile
+        return  # for the decode kernel, or after the row's last tile
 
     end = gl.load(context_len + row).to(gl.int32)
     past = end - count
@@ -336,7 +336,7 @@ def prefill_divided(
     shared: dict[str, Any],
     tiles: Tiles,
 ) -> None:
-    """Arguments are `paged_attention`'s, `numbers` and `shared` those of its kernels."""
+    """The arguments are those of `paged_attention`; `numbers` and `shared` those of its kernels."""
     (heads, dim), kv_heads, rows = q.shape[1:], shared["KV_HEADS"], len(context_len)
     _, unit, _, table_width, region_size, _ = numbers
     new = fresh or (k_cache, v_cache)

@@ -1,8 +1,8 @@
-"""Rows that share keys read them in teams, before each reads the rest alone (`decode.py`). `kernels/team_words.py` has the drawing.
+"""Reads shared keys for cascade (shared-prefix) groups, before each row reads its other keys (`decode.py`); see `kernels/team_words.py`.
 
-A program takes a team and a KV head, and then another: the queries of all its rows meet each tile of keys once. What a row got is put
-down as one of its levels; the kernel of the rows merges them. The number of programs does not depend on the work: most steps that have
-this kernel have no teams.
+A program processes pairs of a group and a KV head: the queries of all rows of the group use each tile of keys, which is loaded once.
+The results of a row are stored as its levels, which the decode kernel merges. The number of programs does not depend on the work,
+since most steps that launch this kernel have no groups.
 """
 
 import triton
@@ -48,7 +48,7 @@ def read_in_teams(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32. TEAM_TILE: at least GROUP times the rows of a team"""
+    """levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32. TEAM_TILE: at least GROUP times the rows of a group"""
     begin_pdl(PDL)
     wait(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -61,7 +61,7 @@ def read_in_teams(
         token = tl.load(query_start + entry, mask=present, other=0)
         head = kv_head * GROUP + line % GROUP
         queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
-        table = tables + tl.load(at + AT_ROWS).to(tl.int64) * table_width  # the first row's: others have the same keys there
+        table = tables + tl.load(at + AT_ROWS).to(tl.int64) * table_width  # of the first row: the others have the same keys there
         largest, total, mixed = begin(q, head, present, unit, TEAM_TILE, DIM_TILE, False)
         result, log_sum = read_keys(
             queries, k_cache, v_cache, table, kv_head, low, high, high, 0.0, largest, total, mixed, scale, unit, cap, region_size,

@@ -1,1 +1,1 @@
-"""Products with weights of 8-bit floats."""
+"""Products with 8-bit float weights."""

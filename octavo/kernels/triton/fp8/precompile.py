@@ -1,4 +1,4 @@
-"""Calls that compile the kernels for 8-bit floats ahead: one for each variant that the rules lead to, at any number of rows."""
+"""Calls that precompile the kernels for 8-bit floats: one for each variant that the rules select, for any number of rows."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -9,7 +9,7 @@ from octavo.kernels.fp8_matrix import zero_fp8
 from octavo.kernels.kernel_shapes import Fp8Shape
 from octavo.kernels.triton.fp8.products import fp8_linear, round_rows, rule, variant
 
-EVERY, MOST, APART = 512, 8192, 128  # numbers of rows: each one up to here, and from there on only some
+EVERY, MOST, APART = 512, 8192, 128  # numbers of rows: all up to EVERY, beyond that only multiples of APART up to MOST
 
 
 def fp8_calls(shapes: Iterable[Fp8Shape], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:

@@ -1,11 +1,11 @@
-"""Products with weights of 8-bit floats, by the number of rows: `fp8_linear`; and `round_rows`.
+"""Products with 8-bit float weights, by the number of rows: `fp8_linear`; and `round_rows`.
 
-    rows    one           x as it is; a program holds some rows of W (`gemv/`)
-            up to 8       x as it is, by the matrix units (`fp8_tiles`)
-            more          x is rounded to 8 bits, too: a scale for each row, or for each row and 128 columns where W has blocks
-            many          the same by torch, whose product is faster than ours then
+    rows    one           x is not rounded; a program holds some rows of W (`gemv/`)
+            up to 8       x is not rounded, on the tensor cores (`fp8_tiles`)
+            more          x is rounded to 8 bits, too: a scale for each row, or for each row and 128 columns if W has blocks
+            many          the same with torch, whose product is then faster than ours
 
-Before compute capability 8.9 nothing multiplies 8-bit floats, and x stays as it is. So does x in float32.
+Before compute capability 8.9 no instruction multiplies 8-bit floats, and x is not rounded. x in float32 is never rounded.
 """
 
 from typing import Literal
@@ -24,13 +24,13 @@ from octavo.kernels.triton.packed.common import sum_shares
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, converts_fp8
 
-ALIGNED = 16  # columns and rows of W: what torch's products ask for
-TALL = 4  # rows of x, and blocks of columns: whole runs of them, for the same reason
+ALIGNED = 16  # columns and rows of W: required by torch's products
+TALL = 4  # rows of x, and blocks of columns must be multiples of this, for the same reason
 SUM_TILE = 512
 
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x [rows, in] -> [rows, out], in `out` if that is given"""
+    """x [rows, in] -> [rows, out], in `out` if given"""
     if out is not None:
         return out.copy_(fp8_linear(x, weight, bias))
     how = rule(len(x), weight, x.dtype)
@@ -46,7 +46,7 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Te
 
 
 def rule(rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Literal["gemv", "torch"] | Tiles:
-    """Which kernel computes a product."""
+    """Returns the kernel for a product."""
     if rows <= FP8_GEMV_ROWS and weight.shape[1] <= MAX_HELD:
         return "gemv"
     if not _is_rounded(rows, dtype):
@@ -61,7 +61,7 @@ def _is_rounded(rows: int, dtype: torch.dtype) -> bool:
 
 
 def variant(rows: int, weight: Fp8Matrix, dtype: torch.dtype, bias: bool) -> tuple[object, ...]:
-    """What the compiled kernels of this product depend on."""
+    """Returns the parameters that the compiled kernels of this product depend on."""
     how, rounded = rule(rows, weight, dtype), (weight.shape[1], weight.span) if _is_rounded(rows, dtype) else ()
     if how == "gemv":
         return how, *weight.shape, weight.span, bias
@@ -72,7 +72,7 @@ def variant(rows: int, weight: Fp8Matrix, dtype: torch.dtype, bias: bool) -> tup
 
 
 def round_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """(8-bit floats [tall, in], their scales [in / span, tall] float32): rows are filled up to whole runs"""
+    """(8-bit floats [tall, in], their scales [in / span, tall] float32): rows are padded to multiples of TALL"""
     (rows, size), tall = x.shape, triton.cdiv(len(x), TALL) * TALL
     assert x.is_contiguous()
     values = torch.empty(tall, size, dtype=torch.float8_e4m3fn, device=x.device)
@@ -87,7 +87,7 @@ def round_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
 
 
 def by_tiles(x: Tensor, x_scale: Tensor | None, weight: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype, how: Tiles) -> Tensor:
-    """x: as it is, or rounded and with scales; `dtype`: of the result"""
+    """x: in 16 bits, or rounded and with scales; `dtype`: of the result"""
     wide, size = weight.shape
     assert x.is_contiguous() and x.shape[1] == size
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
@@ -111,7 +111,7 @@ def by_tiles(x: Tensor, x_scale: Tensor | None, weight: Fp8Matrix, bias: Tensor 
 
 
 def by_torch(values: Tensor, scale: Tensor, weight: Fp8Matrix, bias: Tensor | None, rows: int) -> Tensor:
-    """The first `rows` of a product in bfloat16. values [tall, in], scale [1 or blocks, tall]: as `round_rows` gives them"""
+    """Returns the first `rows` of a product in bfloat16. values [tall, in], scale [1 or blocks, tall]: from `round_rows`"""
     if not weight.blocks:
         given = values[:rows], weight.values.t(), scale[0, :rows, None], weight.scale[None, :]
         return torch._scaled_mm(*given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=False)

@@ -1,6 +1,6 @@
-"""Rows of x as 8-bit floats, a row a program, with one scale for the row or one for each SPAN columns.
+"""Rounds rows of x to 8-bit floats, one row per program, with one scale for the row or one for each SPAN columns.
 
-    values  [rows, SIZE]            scale  [SIZE / SPAN, rows]: the rows of a span side by side, as the matrix products read them
+    values  [rows, SIZE]            scale  [SIZE / SPAN, rows]: the rows of a span are contiguous, as the matrix products read them
 """
 
 import triton
@@ -14,7 +14,7 @@ LARGEST = tl.constexpr(FP8_LARGEST)
 
 @triton.jit
 def in_eight_bits(wide, kind: tl.constexpr, AXIS: tl.constexpr):
-    """(float32 numbers as `kind`, their scale): the largest of an axis becomes the largest 8-bit float."""
+    """(float32 numbers as `kind`, their scale): the largest along an axis becomes the largest 8-bit float."""
     largest = tl.max(tl.abs(wide), AXIS, keep_dims=True)
     largest = tl.where(largest > 0, largest, LARGEST)
     fitted = wide * tl.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
@@ -24,7 +24,7 @@ def in_eight_bits(wide, kind: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tall"])
 def round_row(x, values, scale, rows, tall, SIZE: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr):
-    """`rows`: of x; `tall`: with those that fill it up, which are zeros"""
+    """`rows`: of x; `tall`: including padding, which is zero"""
     begin(PDL)
     row = tl.program_id(0)
     SPANS: tl.constexpr = 1 if SPAN == SIZE else PADDED // SPAN

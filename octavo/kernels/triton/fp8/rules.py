@@ -1,4 +1,4 @@
-"""How the products with 8-bit floats divide their work: by shape and GPU alone, never tried out at run time."""
+"""How the products with 8-bit floats divide their work: by shape and GPU only, never tuned at run time."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ import triton
 from octavo.kernels.triton.target import HOPPER, capability, is_roomy
 
 FEW_ROWS = 64
-MANY_ROWS = 128  # beyond, on Hopper, torch's products are the fastest for every shape
+MANY_ROWS = 128  # above this, on Hopper, torch's products are the fastest for every shape
 PROGRAMS, FEW_PROGRAMS = 264, 384  # two for each multiprocessor of an H200, and three
-LEAST_BLOCKS = 4  # of 128 columns for a program, where several share them
+LEAST_BLOCKS = 4  # of 128 columns per program, if several share them
 
 
 class Tiles(NamedTuple):
@@ -23,13 +23,13 @@ class Tiles(NamedTuple):
 
 
 def exact_tiles(rows: int, wide: int, size: int) -> Tiles:
-    """Where x is not rounded. W is widened in registers, so that a tile of it has more warps."""
+    """For x that is not rounded. W is converted in registers, so a tile of it has more warps."""
     tall = min(max(triton.next_power_of_2(rows), 16), 64 if is_roomy(capability()) else 32)
     return Tiles(tall, 128, _shares(triton.cdiv(rows, tall) * triton.cdiv(wide, 128), size, FEW_PROGRAMS), 8, 3)
 
 
 def rounded_tiles(rows: int, wide: int, size: int) -> Tiles:
-    """Where x is rounded. A tile is as tall as there are rows, up to a limit."""
+    """For rounded x. A tile has as many rows as x, up to a limit."""
     tall = min(max(triton.next_power_of_2(rows), 16), MANY_ROWS)
     shares = _shares(triton.cdiv(rows, tall) * triton.cdiv(wide, 64), size, PROGRAMS)
     roomy = is_roomy(capability())
@@ -38,7 +38,7 @@ def rounded_tiles(rows: int, wide: int, size: int) -> Tiles:
 
 
 def _shares(programs: int, size: int, most: int) -> int:
-    """How many programs share the inner dimension where tiles are few."""
+    """Returns how many programs share the inner dimension if there are few tiles."""
     shares = 1
     while shares * 2 * programs <= most and triton.cdiv(size, 128) >= 2 * shares * LEAST_BLOCKS:
         shares *= 2
@@ -46,9 +46,10 @@ def _shares(programs: int, size: int, most: int) -> int:
 
 
 def is_for_torch(rows: int, wide: int, size: int, blocks: bool) -> bool:
-    """Whether torch multiplies rounded rows faster than `fp8_tiles`. It shares no inner dimension, so that narrow matrices need more rows.
+    """Whether torch multiplies rounded rows faster than `fp8_tiles`. It does not split the inner dimension, so narrow matrices need
+    more rows.
 
-    Of blocks it knows on Hopper alone.
+    It supports blocks only on Hopper.
     """
     known = capability() == HOPPER or (capability() > HOPPER and not blocks)
     return known and rows > (FEW_ROWS if wide > size else MANY_ROWS)

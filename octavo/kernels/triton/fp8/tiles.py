@@ -1,11 +1,11 @@
-"""y = x W^T of 8-bit floats by the matrix units, a tile of W a program, for any number of rows.
+"""y = x W^T of 8-bit floats on the tensor cores, a tile of W per program, for any number of rows.
 
-    W   [COLUMNS, 128]   the left side of tl.dot, so that few rows fill the matrix units, too
-    x   [ROWS, 128]      the right side: 8-bit floats with scales of their own; or wider floats, which W is then widened to
+    W   [COLUMNS, 128]   the left side of tl.dot, so that small batches use the tensor cores fully, too
+    x   [ROWS, 128]      the right side: 8-bit floats with their own scales; or wider floats, to which W is then converted
 
-The matrix units add 8-bit products with fewer bits than float32 has, so what they give for 128 columns is added up beside them.
-There the scales of blocks come in; a scale of a whole row comes at the end. SHARED: where tiles are few the inner dimension is split
-over programs, `each` blocks for one, and `sum_shares` adds.
+The tensor cores accumulate 8-bit products with less precision than float32, so the results for 128 columns are added up outside.
+The scales of blocks are applied there; a scale of a whole row is applied at the end. SHARED: if there are few tiles, the inner
+dimension is split over programs, `each` blocks for one, and `sum_shares` adds.
 """
 
 import triton
@@ -41,7 +41,7 @@ def fp8_tiles(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x_scale [1 or blocks, tall], if x is ROUNDED. WHOLE: steps and columns fill their tiles, so that those are not masked."""
+    """x_scale [1 or blocks, tall], if x is ROUNDED. WHOLE: steps and columns fill their tiles, so that no masks are needed."""
     begin(PDL)
     share = tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -1,12 +1,12 @@
-"""y = x W^T for the fewest rows: a program holds some rows of W whole, and multiplies each row of x by them in float32.
+"""y = x W^T for the smallest batches: a program holds some whole rows of W, and multiplies each row of x by them in float32.
 
-    W   [COLUMNS, SIZE]   in registers, read once and asked for first: all that stands in front runs while it is on its way
-    x   [ROWS, SIZE]      made ready by every program for itself (a few KB, out of the L2) and held in registers too
+    W   [COLUMNS, SIZE]   in registers, read once and loaded first: the preceding operations run while it is in flight
+    x   [ROWS, SIZE]      prepared by every program itself (a few KB, from the L2 cache) and held in registers, too
 
-With ADDED, the residual add stands in front: with AFTER behind a norm of x, with NORM before one of the sum. With GATED, W is gate
-over up and the gated numbers come out. LOOPED, a program takes several tiles of W, the next on its way while one is multiplied,
-and so makes x ready once for all of them. W may be 8-bit floats (`kernels/fp8_matrix.py`): SPAN columns share a scale then. One of a
-row is multiplied by the sum, and those of blocks by x.
+With ADDED, the residual add is fused: with AFTER after a norm of x, with NORM before one of the sum. With GATED, W is gate
+over up and the result is gated. If LOOPED, a program processes several tiles of W, the next one in flight while one is multiplied,
+and so prepares x once for all of them. W may be 8-bit floats (`kernels/fp8_matrix.py`), with SPAN columns per scale. The scale of a
+row is applied to the sum, and those of blocks to x.
 """
 
 import triton
@@ -22,13 +22,13 @@ RUN = tl.constexpr(16)  # 8-bit floats that a thread loads at once
 
 @triton.jit
 def tile_of(weight, tile, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges."""
+    """Loads rows of weight [OUT, SIZE] from tile * COLUMNS on, unconverted; zero outside."""
     return tile_up_to(weight, tile, SIZE, SIZE, PADDED, OUT, COLUMNS)
 
 
 @triton.jit
 def tile_up_to(weight, tile, size, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `tile_of`. `size`: SIZE, known when this is compiled or when it runs"""
+    """Like `tile_of`. `size`: SIZE, as a compile-time or run-time value"""
     column = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     k = tl.arange(0, PADDED)[None, :]
     return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < size), other=0.0)
@@ -36,9 +36,9 @@ def tile_up_to(weight, tile, size, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT
 
 @triton.jit
 def summed(matrix, x, scale, first, inside, SIZE: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr):
-    """Of rows `first` and on of W, as they lie in `matrix`, times a row x [PADDED] float32. scale: of all W; inside: which rows are there
+    """Rows of W from `first` on, loaded in `matrix`, times a row x [PADDED] float32. scale: of all W; inside: which rows exist
 
-    With scales of blocks, a thread first adds the numbers that it has side by side, which are of one block.
+    With scales of blocks, a thread first adds its contiguous elements, which are in one block.
     """
     if SPAN > 0 and SPAN < SIZE:
         RUNS: tl.constexpr = x.shape[0] // RUN
@@ -117,9 +117,9 @@ def gemv(
     GATED: tl.constexpr,
     GATE: tl.constexpr,
     BIASED: tl.constexpr,
-    KEEP_NORMED: tl.constexpr,  # rows after the norm go to `normed_rows`
+    KEEP_NORMED: tl.constexpr,  # rows after the norm are stored in `normed_rows`
     LOOPED: tl.constexpr,
-    SPAN: tl.constexpr,  # columns of W that share a scale; 0: there are none
+    SPAN: tl.constexpr,  # columns of W that share a scale; 0: none
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -127,7 +127,7 @@ def gemv(
     kind = x.dtype.element_ty
     k = tl.arange(0, PADDED)
     inside = k < SIZE
-    # ptxas makes a NaN of an 8-bit zero that it knows when it compiles, so for such weights it must not know what is filled up
+        # ptxas turns a constant 8-bit zero into NaN, so for such weights the padding must not be known at compile time
     end = size if SPAN > 0 and SIZE < PADDED else SIZE
     matrix = tile_up_to(weight, program, end, SIZE, PADDED, OUT, COLUMNS)
     second = matrix

@@ -1,10 +1,10 @@
-"""The output product of decode attention, which also merges the parts that the splits of a context left; `merge_heads` only merges.
+"""The output product of decode attention, which also merges the splits of a context; `merge_heads` only merges.
 
     parts      [rows, SPLITS, HEADS, DIM]   float32, each split's own result
-    parts_lse  [rows, SPLITS, HEADS]        its log-sum-exp in units of log2, -inf where a split holds nothing: its part is not written
+    parts_lse  [rows, SPLITS, HEADS]        its log-sum-exp in units of log2, -inf if a split is empty: then its part is not written
 
-Every program merges for itself, which costs it some KB out of the L2, and no kernel of its own. Splits are filled from the
-first on; they are read TOGETHER at a time, the first of them before it is known how many there are.
+Every program merges by itself, which costs it a few KB from the L2 cache, but no separate kernel. Splits are filled from the
+first on; TOGETHER of them are read at a time, the first ones before their number is known.
 """
 
 import triton
@@ -28,7 +28,7 @@ def tile_of_heads(
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rows of weight [OUT, HEADS * DIM] as [COLUMNS, HEADS_TILE * DIM_TILE]: each head filled up to DIM_TILE with zeros, as `merged` is."""
+    """Loads rows of weight [OUT, HEADS * DIM] as [COLUMNS, HEADS_TILE * DIM_TILE], each head padded with zeros like `merged`."""
     if DIM == DIM_TILE:
         return tile_of(weight, tile, HEADS * DIM, HEADS_TILE * DIM, OUT, COLUMNS)
     else:
@@ -53,11 +53,11 @@ def blend(
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
 ):
-    """Takes splits start .. start + TOGETHER into (largest, total, mixed). parts [SPLITS, HEADS, DIM]; head, present [HEADS_TILE, 1]"""
+    """Merges splits start .. start + TOGETHER into (largest, total, mixed). parts [SPLITS, HEADS, DIM]; head, present [HEADS_TILE, 1]"""
     dim = tl.arange(0, DIM_TILE)[None, :]
     sums = ()
     tiles = ()
-    for index in tl.static_range(TOGETHER):  # all are asked for before any is used
+    for index in tl.static_range(TOGETHER):  # all are loaded before any is used
         wanted = present & (start + index < SPLITS)
         at = (start + index) * HEADS + head
         sums = sums + (tl.load(parts_lse + at, mask=wanted, other=float("-inf")),)  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def merged(
     DIM_TILE: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """One row [HEADS_TILE * DIM_TILE] as `kind`; zero where no split saw a key, or the row is not `here`."""
+    """One row [HEADS_TILE * DIM_TILE] as `kind`; zero if no split saw a key, or if the row is not `here`."""
     split = tl.arange(0, SPLITS)
     filled = tl.load(parts_lse + split * HEADS, mask=(split < SPLITS) & here, other=float("-inf")) > float("-inf")
     head = tl.arange(0, HEADS_TILE)[:, None]
@@ -133,7 +133,7 @@ def merge_gemv(
 def merge_heads(
     parts, parts_lse, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
-    """A row's head a program. out [rows, HEADS, DIM]"""
+    """Merges one head of a row per program. out [rows, HEADS, DIM]"""
     begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     at = row * SPLITS * HEADS + head

@@ -1,11 +1,11 @@
-"""Products of a few rows with large weights, bound by reading the weights once; with what stands in front, in one kernel.
+"""Products of small batches with large weights, limited by reading the weights once; the preceding operations are fused.
 
     linear         x W^T                                  head         rms_norm(x + residual) W^T, and the normed rows
-    norm_linear    rms_norm(x + residual) W^T             merge_linear the splits of decode attention, merged, W^T
+    norm_linear    rms_norm(x + residual) W^T             merge_linear the merged splits of decode attention, W^T
     gate_up        silu(gate) * up of that, or other gates    norm_router  as norm_linear, and the normed rows
 
-Each is one kernel (gemv, merge_gemv), for up to 4 rows. Weights are [out, in]; float32, float16 and bfloat16, and 8-bit floats with
-scales, but for merge_linear. More rows are a matter of matrix units, and of torch.
+Each is one kernel (gemv, merge_gemv), for up to 4 rows. Weights are [out, in]; float32, float16, bfloat16, and (except for
+merge_linear) 8-bit floats with scales. Larger batches use tensor cores, through torch.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Weight = Tensor | Fp8Matrix
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What stands before a product: x, normed and scaled or not, is added to the residual stream, and the sum is normed or not."""
+    """The operations before a product: x, normed and scaled or not, is added to the residual stream, and the sum is normed or not."""
 
     residual: Tensor
     weight: Tensor | None  # of the norm
@@ -44,12 +44,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiles: Product
 def norm_linear(
     x: Tensor,
     residual: Tensor,
-    norm_weight: Tensor | None,  # None: the product is that of the sum itself
+    norm_weight: Tensor | None,  # None: the sum itself is multiplied
     eps: float,
     weight: Weight,
     bias: Tensor | None = None,
-    after: Tensor | None = None,  # norms x before it is added
-    scale: float = 1.0,  # of what is added
+    after: Tensor | None = None,  # norm of x before it is added
+    scale: float = 1.0,  # factor on x when it is added
     tiles: ProductTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def norm_router(
     tiles: ProductTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits of all experts, the normed rows they were made of, the new residual); as `norm_linear` has them"""
+    """(logits of all experts, the normed rows they are computed from, the new residual), like `norm_linear`"""
     logits, stream, normed = _gemv(x, Front(residual, norm_weight, eps, after, scale), weight, bias, tiles, pdl, keep_normed=True)
     return logits, normed, stream
 
@@ -84,7 +84,7 @@ def head(
     tiles: ProductTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(logits, the normed rows they were made of)"""
+    """(logits, the normed rows they are computed from)"""
     logits, _, normed = _gemv(x, Front(residual, norm_weight, eps), weight, None, tiles, pdl, keep_normed=True)
     return logits, normed
 
@@ -101,14 +101,14 @@ def gate_up(
     tiles: ProductTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(the gated numbers of rms_norm(x + residual), the new residual); as `norm_linear` has them"""
+    """(the gated values of rms_norm(x + residual), the new residual), like `norm_linear`"""
     gated, stream, _ = _gemv(x, Front(residual, norm_weight, eps, after, scale), weight, None, tiles, pdl, gate)
     return gated, stream
 
 
 def merge_linear(
     parts: Tensor,  # [rows, splits, heads, head_dim] float32
-    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: nothing, and the part is not read
+    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: the part is empty and is not read
     weight: Tensor,  # [out, heads * head_dim]
     bias: Tensor | None = None,
     tiles: ProductTiles | None = None,
@@ -133,7 +133,7 @@ def merge_linear(
 
 
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype, pdl: bool = True) -> Tensor:
-    """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]: in front of a product that does not merge"""
+    """Merges parts [rows, splits, heads, head_dim] into [rows, heads * head_dim], before a product that does not merge."""
     rows, splits, heads, dim = parts.shape
     assert parts.is_contiguous() and parts_lse.is_contiguous()
     out = torch.empty(rows, heads * dim, dtype=dtype, device=parts.device)
@@ -181,7 +181,7 @@ def _gemv(
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor, int]:
-    """What the kernel reads: the numbers, their scales, and how many columns share one."""
+    """The kernel's inputs: the elements, their scales, and the number of columns per scale."""
     if isinstance(weight, Tensor):
         return weight, weight, 0
     values = weight.values if converts_fp8(capability()) else weight.values.view(torch.uint8)

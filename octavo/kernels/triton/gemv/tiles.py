@@ -1,6 +1,6 @@
-"""How the kernels for at most GEMV_ROWS rows divide their work: by shape alone, never tried out at run time.
+"""How the kernels for at most GEMV_ROWS rows divide their work: by shape only, never tuned at run time.
 
-`bench/gpu_few.py` tries others in whole decode steps and prints the best, which is how these rules are checked.
+`bench/gpu_few.py` tries alternatives in whole decode steps and prints the best, to check these rules.
 """
 
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 GEMV_ROWS = 4
-FP8_GEMV_ROWS = 1  # with 8-bit floats, of which the matrix units are faster from two rows on
+FP8_GEMV_ROWS = 1  # with 8-bit floats, for which tensor cores are faster from two rows on
 MAX_HELD = 32768  # the longest row of W that a program holds in registers
-HELD_TILE = 16384  # numbers of W a program holds
-MERGED_TILE = 65536  # of them where it merges attention first
-PER_THREAD = 64  # of them in one thread's registers
-PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often
+HELD_TILE = 16384  # elements of W that a program holds
+MERGED_TILE = 65536  # the same, if it merges attention first
+PER_THREAD = 64  # elements in one thread's registers
+PROGRAMS = 1056  # eight for each multiprocessor: with more, each program processes several tiles, and prepares x once for them
 MAX_COLUMNS = 8
 MAX_SPLITS = 16
 
@@ -22,20 +22,20 @@ MAX_SPLITS = 16
 class ProductTiles:
     columns: int  # rows of W in a tile
     warps: int
-    turns: int = 1  # tiles a program takes one after another
+    turns: int = 1  # tiles that a program processes in sequence
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    keys: int  # a tile of keys and values
+    keys: int  # keys and values in a tile
     warps: int
-    splits: int  # up to which a context is cut, a power of two
-    few_splits: int  # into which a context is cut as long as that makes shares ...
-    least_share: int  # ... not shorter than this
-    long_share: int  # ... nor longer: longer contexts have more splits, then shares without a limit
+    splits: int  # maximum number of splits of a context, a power of two
+    few_splits: int  # the number of splits while they are ...
+    least_share: int  # ... at least this long
+    long_share: int  # ... and at most this: longer contexts have more splits, up to the maximum, and then longer ones
 
 
-# On an H200: (numbers of a row of W, padded to a power of two; rows of W, of its gate alone where it is gated; gated)
+# On an H200: (elements of a row of W, padded to a power of two; rows of W, of the gate only if gated; gated)
 MEASURED = {
     (1024, 4096, False): ProductTiles(columns=4, warps=4, turns=2),
     (1024, 3072, True): ProductTiles(columns=4, warps=8),
@@ -43,17 +43,17 @@ MEASURED = {
     (4096, 6144, False): ProductTiles(columns=4, warps=8),
     (2048, 5120, False): ProductTiles(columns=4, warps=4, turns=2),
     (4096, 5120, False): ProductTiles(columns=4, warps=4, turns=2),  # rows of 2,880
-    (4096, 4096, False): ProductTiles(columns=2, warps=4, turns=4),  # rows of 2,560, as the next two
+    (4096, 4096, False): ProductTiles(columns=2, warps=4, turns=4),  # rows of 2,560, like the next two
     (4096, 10240, True): ProductTiles(columns=2, warps=4, turns=8),
     (16384, 2560, False): ProductTiles(columns=2, warps=16),
     (4096, 12288, True): ProductTiles(columns=1, warps=4, turns=4),
     (16384, 4096, False): ProductTiles(columns=1, warps=16, turns=8),
 }
-FP8_HELD_TILE = 32768  # 8-bit floats of W a program holds
+FP8_HELD_TILE = 32768  # 8-bit floats of W that a program holds
 
 
 def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
-    """size: of a row of W, padded to a power of two; out: rows of W, of its gate alone where it is gated."""
+    """size: of a row of W, padded to a power of two; out: rows of W, of the gate only if gated."""
     if (size, out, gated) in MEASURED:
         return MEASURED[size, out, gated]
     matrices = 2 if gated else 1
@@ -63,14 +63,14 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
 
 
 def fp8_row_tiles(size: int, out: int, gated: bool) -> ProductTiles:
-    """As `product_tiles`, for 8-bit floats and one row: on an H200 the fastest, or nearly so, for the four products of Qwen3-8B."""
+    """Like `product_tiles`, for 8-bit floats and one row: the fastest, or nearly so, on an H200 for the four products of Qwen3-8B."""
     matrices = 2 if gated else 1
     columns = max(min(FP8_HELD_TILE // matrices // size, MAX_COLUMNS), 1)
     return ProductTiles(columns, warps=min(max(columns * size * matrices // (32 * 2 * PER_THREAD), 4), 16))
 
 
 def merge_tiles(size: int, rows: int = 1) -> ProductTiles:
-    """Few programs, with many rows of W: each reads all parts of attention, out of the L2, before it can merge them.
+    """Few programs, each with many rows of W: each program reads all parts of attention, from the L2 cache, before it can merge them.
 
     Several rows of x leave no registers for that.
     """
@@ -82,7 +82,7 @@ def merge_tiles(size: int, rows: int = 1) -> ProductTiles:
 def decode_tiles(
     dtype: torch.dtype, rows: int, max_context: int, head_dim: int = 128, heads: int = 16, kv_heads: int = 8
 ) -> DecodeTiles:
-    """Many splits make attention quick and what follows slow, which merges them in every program: few, where queries are long."""
+    """Many splits make attention fast and the next kernel slow, which merges them in every program: use few if queries are long."""
     if rows > 2:
         few, least, long = 4, 64, 512
     elif heads * head_dim >= 4096 and kv_heads >= 8:

@@ -1,10 +1,10 @@
-"""A mixture for a few tokens: products of one row each, bound by reading the matrices of the chosen experts once.
+"""An MoE layer for a small batch: products of one row each, limited by reading the matrices of the chosen experts once.
 
-    gate_up_row   a token's x and one of its experts: a program has some rows of gate and up, whole, in registers
-    down_row      a token and all its experts: a program has some rows of each down, and adds what they give, weighed, in registers
+    gate_up_row   a token's x and one of its experts: a program holds some whole rows of gate and up in registers
+    down_row      a token and all its experts: a program holds some rows of each down, and adds their weighted results in registers
 
-The second kernel asks for its matrices while the first one still runs. It may look at the choices before it has waited, because the
-first lets it begin only after its own wait, when whoever made the choices has ended (`pdl.py`).
+The second kernel loads its matrices while the first one still runs. It may read the choices before its wait, because the
+first launches it only after its own wait, when the kernel that made the choices has ended (`pdl.py`).
 """
 
 import triton
@@ -33,7 +33,7 @@ def gate_up_row(
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [choices, INNER]; rows of experts that the stack does not have are not written"""
+    """out [choices, INNER]; rows of experts that are not in the stack are not written"""
     wait(PDL)
     begin(PDL)
     program, choice = tl.program_id(0), tl.program_id(1)
@@ -77,7 +77,7 @@ def down_row(
     program, token = tl.program_id(0), tl.program_id(1)
     k, column = tl.arange(0, PADDED)[None, :], program * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     matrices = ()
-    for index in tl.static_range(CHOSEN):  # all are asked for before any is used
+    for index in tl.static_range(CHOSEN):  # all are loaded before any is used
         expert = (tl.load(ids + token * CHOSEN + index) - first).to(tl.int64)
         there = (expert >= 0) & (expert < COUNT)
         place = (expert * HIDDEN + column) * SIZE + k

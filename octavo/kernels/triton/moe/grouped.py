@@ -1,10 +1,10 @@
-"""A mixture for many tokens: tiles of rows that go through one expert, times tiles of its matrix (`sort.py` lines rows up).
+"""An MoE layer for larger batches: tiles of rows for one expert, times tiles of its matrix (`sort.py` sorts rows by expert).
 
-    W   [COLUMNS, STEP]   the left side of tl.dot, so that few rows fill the matrix units, whose left side has at least 64 lines
-    x   [ROWS, STEP]      the right side: rows of tokens, wherever they lie, or rows that the product before left in their order
+    W   [COLUMNS, STEP]   the left side of tl.dot, so that small tiles use the tensor cores fully, whose left side has at least 64 lines
+    x   [ROWS, STEP]      the right side: rows of tokens by index, or rows that the previous product stored in sorted order
 
-GATED, W is gate over up: x is picked by token, and gated numbers are left in the order of the tiles. Else rows are taken in that
-order, and each result goes to the line of its choice, where `sum_choices` finds it.
+If GATED, W is gate over up: rows of x are loaded by token, and gated values are stored in the order of the tiles. Otherwise rows are
+read in that order, and each result is stored in the line of its choice, for `sum_choices`.
 """
 
 import triton
@@ -16,13 +16,13 @@ from octavo.kernels.triton.step.activation import gated
 
 @triton.jit
 def load_step(line, start, k, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Columns start and on of lines, zero past SIZE."""
+    """Loads columns of lines from `start` on, zero after SIZE."""
     return tl.load(line + start) if SIZE % STEP == 0 else tl.load(line + start, mask=start + k < SIZE, other=0.0)
 
 
 @triton.jit
 def choices_of(order, tile, choices, CHOSEN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """(the choices of a tile's rows, whether there are such, which line of x each has). What is filling reads any line."""
+    """(the choices of a tile's rows, whether they are valid, the line of x for each). Padding reads any line."""
     place = tile * ROWS + tl.arange(0, ROWS)
     choice = tl.load(order + place)
     there = choice < choices
@@ -96,7 +96,7 @@ def sum_choices(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """parts [choices, HIDDEN] -> out [T, HIDDEN], weighed; experts that the stack does not have left nothing, and add nothing"""
+    """parts [choices, HIDDEN] -> out [T, HIDDEN], weighted; experts that are not in the stack add nothing"""
     begin(PDL)
     token, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)

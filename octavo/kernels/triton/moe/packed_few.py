@@ -1,9 +1,9 @@
-"""A mixture of packed codes for a few tokens, as `few.py` has it for floats; codes are multiplied as in `packed/gemv.py`.
+"""An MoE layer with packed codes for a small batch: `few.py` does this for floats; codes are multiplied as in `packed/gemv.py`.
 
     gate_up_codes   a token's x and one of its experts: a program has COLUMNS // 2 rows of gate and as many of up
     down_codes      a token and all its experts: a program has COLUMNS rows of each
 
-A row of W is read in STEPS; AHEAD of them are on their way before the first is used, of several experts if need be.
+A row of W is read in STEPS; AHEAD of them are in flight before the first is used, of several experts if necessary.
 """
 
 import triton
@@ -17,7 +17,7 @@ from octavo.kernels.triton.step.activation import gated
 
 @triton.jit
 def stack_of(words, scales, expert, height, blocks, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Where words and scales of one expert's matrix begin, which has `height` rows."""
+    """The start of the words and scales of one expert's matrix, which has `height` rows."""
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
     BLOCK: tl.constexpr = WORD_BITS // BITS * SPAN
     return words + expert * height * (blocks * (SPAN // 2)), scales + expert * height * tl.cdiv(blocks * BLOCK, GROUP)
@@ -41,7 +41,7 @@ def ask_for_step(
     GATED: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Words and scales of step one % STEPS of a program's rows, of the expert of choice + one // STEPS; zeros if the stack lacks it."""
+    """Loads words and scales of step one % STEPS of a program's rows, for the expert of choice + one // STEPS; zeros if it is absent."""
     expert = (tl.load(ids + choice + one // STEPS) - first).to(tl.int64)
     wide = tl.where((expert >= 0) & (expert < COUNT), WIDE, 0)
     words, scales = stack_of(words, scales, expert, 2 * WIDE if GATED else WIDE, blocks, BITS, GROUP)
@@ -53,7 +53,7 @@ def times_step(
     asked, x, order, table, one: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr,
     STEPS: tl.constexpr, ORDERED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """What threads have of the products of that step with a row x [SIZE], [threads, COLUMNS]."""
+    """The threads' partial products of that step with a row x [SIZE], [threads, COLUMNS]."""
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
     RUN: tl.constexpr = min(GROUP // SPAN, WORD_BITS // BITS)
     STEP: tl.constexpr = 8 * WARPS * (WORD_BITS // BITS) * SPAN
@@ -93,7 +93,7 @@ def gate_up_codes(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [choices, INNER]; rows of experts that the stack does not have are not written"""
+    """out [choices, INNER]; rows of experts that are not in the stack are not written"""
     wait(PDL)
     begin(PDL)
     program, choice = tl.program_id(0), tl.program_id(1)
@@ -174,7 +174,7 @@ def down_codes(
         share = tl.load(weights + choice)
         row = x + choice.to(tl.int64) * SIZE
         given = times_step(asked[one], row, order, table, one, SIZE, BITS, GROUP, TABLE, STEPS, ORDERED, WARPS)
-        total += tl.where(there, given * (factor * share), 0.0)  # what was never written may be no number
+        total += tl.where(there, given * (factor * share), 0.0)  # values that were never written may be NaN
         if BIASED and one % STEPS == 0:
             inside = there & (column < HIDDEN)
             biases += tl.load(bias + expert * HIDDEN + column, mask=inside, other=0.0).to(tl.float32) * share

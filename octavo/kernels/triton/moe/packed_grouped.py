@@ -1,6 +1,6 @@
-"""A mixture of packed codes for many tokens, as `grouped.py` has it for floats; weights are made as in `packed/gemm.py`.
+"""An MoE layer with packed codes for larger batches: `grouped.py` does this for floats; codes are converted as in `packed/gemm.py`.
 
-A gate is a kernel of its own here: gate and up are left side by side, in the order of the tiles.
+The gate is a separate kernel here: gate and up are stored next to each other, in the order of the tiles.
 """
 
 import triton

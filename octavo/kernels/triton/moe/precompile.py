@@ -1,4 +1,4 @@
-"""Calls that compile the kernels of a mixture ahead: routing, and each way to divide its products that a number of tokens leads to."""
+"""Calls that precompile the MoE kernels: routing, and each way to divide the products that some number of tokens selects."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +16,11 @@ MOST_TOKENS = 1 << 14
 
 
 def mixture_calls(shapes: KernelShapes, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
-    """None, if the model has no experts."""
+    """Returns no calls if the model has no experts."""
     if shapes.experts is None:
         return []
     experts = shapes.experts
-    found: dict[int, int] = {}  # by way
+    found: dict[int, int] = {}  # way of dividing -> number of tokens
     for tokens in (1, *(1 << power for power in range(MOST_TOKENS.bit_length()))):
         way = 0 if few_tokens(tokens) else grouped_rows(tokens * experts.chosen, experts.count)
         found.setdefault(way, tokens)
@@ -40,7 +40,7 @@ def _call(shapes: KernelShapes, experts: ExpertShape, tokens: int, dtype: torch.
 
 
 def stack(experts: ExpertShape, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor | DeviceCodes:
-    """Memory that nobody touches: a stack of a large model has gigabytes."""
+    """Returns untouched memory: the stack of a large model has gigabytes."""
     if not experts.bits:
         return torch.empty(rows, size, dtype=dtype, device=device)
     table = torch.zeros(16, dtype=torch.uint8, device=device) if experts.table else None

@@ -1,9 +1,9 @@
-"""`mixture`: what the chosen experts give each token, weighed and added, by the number of tokens and the form of the stacks.
+"""`mixture`: the weighted sum of each token's experts, by the number of tokens and the format of the stacks.
 
     few    gate_up of each choice -> down of all choices of a token
-    more   choices lined up by expert -> gate_up of tiles -> down of tiles -> their sum
+    more   choices sorted by expert -> gate_up of tiles -> down of tiles -> their sum
 
-A stack has one matrix of every expert, one below the other (`kernels/reference/mixture.py` draws it), as floats or as codes.
+A stack contains the matrices of all experts, one below the other (drawn in `kernels/reference/mixture.py`), as floats or packed codes.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ SUM_TILE = 1024
 class Choices:
     ids: Tensor  # [T, chosen]
     weights: Tensor  # [T, chosen] float32
-    count: int  # experts of the stack
-    first: int  # the number of the first
+    count: int  # experts in the stack
+    first: int  # the number of the first of them
 
     @property
     def chosen(self) -> int:
@@ -48,8 +48,8 @@ def mixture(
     down: Stack,  # [count * hidden, inner]
     biases: tuple[Tensor, Tensor] | None = None,  # [count * 2 * inner] and [count * hidden]
     activation: Gate = "swiglu",
-    first: int = 0,  # the number of the first expert of the stacks; those that they do not have add nothing
-    few: bool | None = None,  # whether each token reads its experts by itself; by default if tokens are few
+    first: int = 0,  # the number of the first expert in the stacks; experts that they do not contain add nothing
+    few: bool | None = None,  # whether each token reads its experts separately; by default for small batches
 ) -> Tensor:
     """[T, hidden]"""
     count = len(down) // x.shape[1]
@@ -68,21 +68,21 @@ def mixture(
 
 
 def fit_a_program(choices: Choices, gate_up: Stack, down: Stack) -> bool:
-    """Whether rows of W are short enough to be held whole."""
+    """Whether rows of W are short enough to be held in registers."""
     tall = isinstance(gate_up, Tensor) and row_tiles(gate_up.shape[1], 2) is None
     wide = isinstance(down, Tensor) and row_tiles(down.shape[1], choices.chosen) is None
     return not tall and not wide
 
 
 def tile_rows(choices: Choices, dtype: torch.dtype, gate_up: Stack, down: Stack) -> int:
-    """Both products take the same tiles of rows, so that of the smaller ones."""
+    """Both products use the same tiles of rows, those of the smaller limit."""
     given = choices.ids.numel(), choices.count, dtype
     floats = [grouped_tiles(*given, True).rows] if isinstance(gate_up, Tensor) or isinstance(down, Tensor) else []
     codes = [packed_grouped_tiles(*given).rows] if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)) else []
     return min(floats + codes, default=grouped_rows(*given[:2]))
 
 
-# -- a few tokens
+# -- small batches
 
 
 def few_gate_up(x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:
@@ -131,7 +131,7 @@ def few_down(x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, hid
     return out
 
 
-# -- more tokens
+# -- larger batches
 
 
 def many_gate_up(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which experts a token goes through, and how much each counts: a program has the logits of one token.
+"""Selects the experts of a token and their weights: a program has the logits of one token.
 
-It takes the largest one again and again; of equal ones the first. A softmax over all experts whose chosen weights are then made to
-sum up to 1 is a softmax over the chosen ones.
+It takes the largest logit repeatedly, the first one in a tie. A softmax over all experts whose chosen weights are then normalised
+to a sum of 1 equals a softmax over the chosen ones.
 """
 
 import torch
@@ -31,7 +31,7 @@ def route(
     expert, place = tl.arange(0, COUNT_TILE), tl.arange(0, CHOSEN_TILE)
     wait(PDL)
     left = tl.load(logits + token * COUNT + expert, mask=expert < COUNT, other=float("-inf")).to(tl.float32)
-    left = tl.where(expert < COUNT, tl.maximum(left, LOWEST), float("-inf"))  # no number that is none, and nothing past the last
+    left = tl.where(expert < COUNT, tl.maximum(left, LOWEST), float("-inf"))  # removes NaN, and excludes what follows the last expert
     largest = tl.max(left, 0)
     total = tl.sum(tl.exp(left - largest), 0)
     chosen, found = tl.zeros([CHOSEN_TILE], tl.int64), tl.full([CHOSEN_TILE], float("-inf"), tl.float32)

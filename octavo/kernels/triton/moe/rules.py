@@ -1,9 +1,9 @@
-"""How the products of a mixture are divided, by shape and GPU alone, never tried out at run time.
+"""How MoE products are divided, by shape and GPU only, never tuned at run time.
 
     few tokens    each token reads its own experts' matrices, once for each choice
-    more          each expert's matrix is read once for a tile of rows, which should be as tall as its rows are many
+    more          each expert's matrix is read once per tile of rows, which should be as tall as the expert has rows
 
-At 256 tokens, 8 of 128 experts each, an expert has 16 rows: reading matrices is the limit, so a tile should hold all of them.
+With 256 tokens, 8 of 128 experts each, an expert has 16 rows: reading matrices is the bottleneck, so a tile should hold all of them.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.triton.target import capability, is_roomy
 
 FEW_TOKENS = 4
-HELD = 16384  # numbers of matrices that a program of a few tokens holds
+HELD = 16384  # matrix elements that a program holds for a small batch
 MAX_HELD = 2 * HELD
-PER_THREAD = 64  # of them in one thread's registers
+PER_THREAD = 64  # elements in one thread's registers
 MAX_COLUMNS = 8
-THREADS = 32  # of a warp
-BLOCKS = 8  # that a warp has of a row of codes at once
+THREADS = 32  # in a warp
+BLOCKS = 8  # of a row of codes that a warp has at once
 
 
 class Row(NamedTuple):
@@ -28,15 +28,15 @@ class Row(NamedTuple):
     warps: int
 
 
-# On an H200: (numbers of a row of W, padded to a power of two; rows that are held for each column)
+# On an H200: (elements of a row of W, padded to a power of two; rows held for each column)
 MEASURED = {(2048, 2): Row(columns=1, warps=2), (1024, 8): Row(columns=2, warps=4)}
 
 
 class PackedRow(NamedTuple):
     columns: int
     warps: int
-    steps: int  # that make a row of W
-    ahead: int  # steps whose codes are on their way
+    steps: int  # per row of W
+    ahead: int  # steps whose codes are in flight
 
 
 class Grouped(NamedTuple):
@@ -48,7 +48,7 @@ class Grouped(NamedTuple):
 
 
 def row_tiles(size: int, matrices: int) -> Row | None:
-    """For floats: `matrices` rows of `size` numbers are held for each column. None where these are too many."""
+    """For floats: `matrices` rows of `size` elements are held for each column. None if these are too many."""
     padded = triton.next_power_of_2(size)
     if padded * matrices > MAX_HELD:
         return None
@@ -59,12 +59,12 @@ def row_tiles(size: int, matrices: int) -> Row | None:
 
 
 def packed_row_tiles(weight: DeviceCodes, matrices: int) -> PackedRow:
-    """For codes: `matrices` rows make a column, one after the other.
+    """For codes: `matrices` rows form a column, one after the other.
 
-    As many warps as leave the least of a row to idle threads, so that a row takes few steps: steps take registers.
+    Uses the number of warps that leaves the fewest threads idle at the end of a row, with few steps: steps need registers.
     """
     steps = {warps: -(-weight.blocks // (BLOCKS * warps)) for warps in (4, 2, 1)}
-    warps = min(steps, key=lambda warps: steps[warps] * warps)  # of equals the most
+    warps = min(steps, key=lambda warps: steps[warps] * warps)  # the largest in a tie
     if matrices == 1:
         return PackedRow(8 if steps[warps] == 1 else 4, warps, steps[warps], ahead=min(steps[warps], 2))
     return PackedRow(2, warps, steps[warps], ahead=min(steps[warps] * matrices, 8 if steps[warps] == 1 else 2))
@@ -75,7 +75,7 @@ def few_tokens(tokens: int) -> bool:
 
 
 def grouped_tiles(choices: int, count: int, dtype: torch.dtype, gated: bool) -> Grouped:
-    """For floats. As many rows as a tile has room for and experts have on the average, with some to spare."""
+    """For floats. A tile has as many rows as fit and as an expert has on average, with some spare."""
     rows = grouped_rows(choices, count)
     if dtype == torch.float32:
         return Grouped(min(rows, 32), 32, 32, 4, 2)
@@ -87,7 +87,7 @@ def grouped_tiles(choices: int, count: int, dtype: torch.dtype, gated: bool) -> 
 
 
 def packed_grouped_tiles(choices: int, count: int, dtype: torch.dtype) -> Grouped:
-    """For codes, of which a step is a block."""
+    """For codes; a step is a block."""
     rows = grouped_rows(choices, count)
     if dtype == torch.float32:
         return Grouped(min(rows, 32), 32, 0, 4, 2)
@@ -97,6 +97,6 @@ def packed_grouped_tiles(choices: int, count: int, dtype: torch.dtype) -> Groupe
 
 
 def grouped_rows(choices: int, count: int) -> int:
-    """Of a tile, a power of two: it follows from what a step's shape is, not from what it chooses."""
+    """The rows of a tile, a power of two: it depends on the shape of a step, not on its choices."""
     rows: int = triton.next_power_of_2(-(-3 * choices // (2 * count)))
     return min(max(rows, 16), 128)

@@ -1,11 +1,11 @@
-"""Lines up the choices of all tokens by expert, so that products can take whole tiles of rows with one matrix.
+"""Sorts the choices of all tokens by expert, so that products can process whole tiles of rows with one matrix.
 
-    ids of tokens 0 1 2      3 1 | 3 0 | 1 3            a choice is a number: token * chosen + its place among the token's
-    order, tiles of 2        3 . | 1 4 | 0 2 | 5 .      of expert 0, 1, 3, 3; . is filling, a number past the last choice
+    ids of tokens 0 1 2      3 1 | 3 0 | 1 3            a choice is a number: token * chosen + its index among the token's choices
+    order, tiles of 2        3 . | 1 4 | 0 2 | 5 .      of expert 0, 1, 3, 3; . is padding, a number after the last choice
     experts of tiles         0     1     3     3
 
-A program for each expert counts all choices for itself, which takes it no longer than one alone would take, and then lists its own
-behind those of all experts before it. Nothing waits for the host: sizes are bounds, and the number of tiles is left on the device.
+The program of each expert counts all choices by itself, which takes no longer than if one program did it, and then writes its own
+choices after those of all earlier experts. Nothing waits for the host: sizes are bounds, and the number of tiles stays on the device.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from torch import Tensor
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 AT_ONCE = 2048  # choices
-TILES = tl.constexpr(64)  # named at once
+TILES = tl.constexpr(64)  # written at once
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
     order: Tensor  # [tiles * rows] int32
     experts: Tensor  # [tiles] int32
-    count: Tensor  # [1] int32: of the tiles that there are; what lies behind them was never written
-    rows: int  # of a tile
+    count: Tensor  # [1] int32: the number of valid tiles; the ones after them are never written
+    rows: int  # in a tile
 
     @property
     def tiles(self) -> int:
@@ -35,7 +35,7 @@ class Sorted:
 
 @triton.jit
 def experts_at(ids, at, choices, first, COUNT: tl.constexpr):
-    """Of each choice the number of its expert in the stack; COUNT where the stack does not have it."""
+    """The number in the stack of each choice's expert; COUNT if it is not in the stack."""
     expert = tl.load(ids + at, mask=at < choices, other=-1).to(tl.int32) - first
     return tl.where((at < choices) & (expert >= 0) & (expert < COUNT), expert, COUNT)
 
@@ -80,7 +80,7 @@ def line_up(
 
 
 def most_tiles(choices: int, count: int, rows: int) -> int:
-    """Of how many tiles there can be: as many experts as possible have one choice in a tile of its own."""
+    """Returns the maximum number of tiles: as many experts as possible have one choice in a separate tile."""
     alone = min(choices, count)
     return alone + (choices - alone) // rows
 

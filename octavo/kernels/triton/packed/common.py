@@ -1,17 +1,17 @@
-"""What the kernels over packed codes share: a span of codes as numbers, scales and offsets, and the sum of parts."""
+"""Common parts of the kernels over packed codes: conversion of a span of codes to numbers, scales and offsets, and the sum of parts."""
 
 import triton
 import triton.language as tl
 
 WORD_BITS = tl.constexpr(16)
 MAX_SPAN = tl.constexpr(32)
-LOOKED_UP, FLOATS = tl.constexpr(1), tl.constexpr(2)  # what TABLE may be, where codes do not stand for themselves
-PAIRWISE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no machine code
+LOOKED_UP, FLOATS = tl.constexpr(1), tl.constexpr(2)  # values of TABLE, if codes are looked up
+PAIRWISE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter does not support inline assembly
 
 
 @triton.jit
 def scale_and_offset(pairs):
-    """Of int32 words, as float32."""
+    """Unpacks int32 words to scales and offsets, in float32."""
     scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     offset = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return scale.to(tl.float32), offset.to(tl.float32)
@@ -21,12 +21,12 @@ def scale_and_offset(pairs):
 def four_bits(words, SHIFT: tl.constexpr, TIMES: tl.constexpr, kind: tl.constexpr):
     """TIMES (1 or 16) times 128 + the four bits at SHIFT, exactly, in `kind`; in float32 without the 128.
 
-    Four bits put into the last places of a fraction, behind the exponent of 128: a shift, a mask and a constant, without a
-    conversion. Two of them at once in a register of 32 bits, which has to be said to the compiler: it takes them apart to shift.
+    The four bits are placed in the lowest fraction bits of a number with the exponent of 128: a shift, a mask and a constant, without a
+    conversion. Inline assembly handles two of them in a 32-bit register, because the compiler would separate them for the shift.
     """
     PLACE: tl.constexpr = 0 if kind == tl.bfloat16 else 3
     EXPONENT: tl.constexpr = (0x4300 if kind == tl.bfloat16 else 0x5800) + (4 << (PLACE + 7) if TIMES == 16 else 0)
-    # One chain of branches: behind a return in one of them the compiler would go on with what follows.
+        # One chain of branches: after a return in one of them the compiler would continue with the code that follows.
     if kind == tl.float32:
         result = ((words >> SHIFT) & 15).to(tl.float32) * TIMES
     elif PAIRWISE:
@@ -41,17 +41,17 @@ def four_bits(words, SHIFT: tl.constexpr, TIMES: tl.constexpr, kind: tl.constexp
 
 @triton.constexpr_function
 def pairwise(right: int, mask: int, ones: int) -> str:
-    """(words >> right) & mask | ones, of two words at once; 0xEA is the table of that formula."""
+    """(words >> right) & mask | ones, of two words at once; 0xEA is the lookup table of that formula."""
     move = f"shr.b32 moved, $1, {right};" if right > 0 else f"shl.b32 moved, $1, {-right};" if right else "mov.b32 moved, $1;"
     return f"{{ .reg .b32 moved; {move} lop3.b32 $0, moved, {mask * 0x10001}, {ones * 0x10001}, 0xEA; }}"
 
 
 @triton.jit
 def looked_up(words, table, SHIFT: tl.constexpr):
-    """The four codes from bit SHIFT of each word on, in the table of 16 bytes: an int32 of four bytes, that of the first code lowest.
+    """Looks up the four codes from bit SHIFT of each word on in a table of 16 bytes: int32 of four bytes, the first code's lowest.
 
-    One instruction picks four of eight bytes by the lower three bits of the codes, as they stand in a word. It does so in both
-    halves of the table, and a mask of the codes' highest bits says from which half each byte comes.
+    One instruction selects four of eight bytes by the lower three bits of the codes, as they are in a word. It is applied to both
+    halves of the table, and a mask of the codes' highest bits selects the half for each byte.
     """
     if PAIRWISE:
         text: tl.constexpr = lookup(SHIFT)
@@ -69,7 +69,7 @@ def looked_up(words, table, SHIFT: tl.constexpr):
 
 @triton.constexpr_function
 def lookup(shift: int) -> str:
-    """0xD8 is the table of: hi where the mask is set, else lo."""
+    """0xD8 is the lookup table of: hi where the mask is set, else lo."""
     return f"""{{ .reg .b32 codes, low, lo, hi, mask;
         shr.b32 codes, $1, {shift};
         and.b32 low, codes, 0x7777;
@@ -84,10 +84,10 @@ def lookup(shift: int) -> str:
 
 @triton.jit
 def floats_of(words, INDEX: tl.constexpr):
-    """Codes INDEX of words uint32 of two columns, floats of 4 bits: two bfloat16 in a word, of 2^-126 of what they stand for.
+    """Codes INDEX of words uint32 of two columns, 4-bit floats: two bfloat16 in a word, each 2^-126 times the value.
 
-    Such a float has a sign, two bits of exponent and one of fraction. They are put where a bfloat16 has its sign, the last bits of its
-    exponent and the first of its fraction. An exponent of zero means the same in both: a fraction without a one in front.
+    Such a float has a sign, two bits of exponent and one of fraction. They are moved to the sign, the lowest exponent bits and the
+    highest fraction bit of a bfloat16. An exponent of zero means a subnormal in both formats.
     """
     LEFT: tl.constexpr = 6 - 4 * INDEX
     if PAIRWISE:
@@ -100,9 +100,9 @@ def floats_of(words, INDEX: tl.constexpr):
 
 @triton.jit
 def doubled_floats(words, scale, INDEX: tl.constexpr, kind: tl.constexpr):
-    """Codes INDEX of int16 words [n, span], floats of 4 bits, as `kind`: twice what they stand for times scale [n], exactly.
+    """Codes INDEX of int16 words [n, span], 4-bit floats, as `kind`: twice their value times scale [n], exactly.
 
-    As `floats_of` has it; a float16 has 2^-14 of them. What is missing is multiplied in two steps, of which neither is too large.
+    This uses the method of `floats_of`; for float16 the factor is 2^-14. The missing factor is applied in two steps that cannot overflow.
     """
     if PAIRWISE and kind != tl.float32:
         HALF: tl.constexpr = kind == tl.float16
@@ -123,7 +123,7 @@ def doubled_floats(words, scale, INDEX: tl.constexpr, kind: tl.constexpr):
 
 @triton.constexpr_function
 def float_pair(sign: int, left: int, kept: int) -> str:
-    """Signs move by `sign` to the left, and the bits of `kept` by `left`; 0xEA is the table of: signs & mask | rest."""
+    """Moves signs by `sign` to the left, and the bits of `kept` by `left`; 0xEA is the lookup table of: signs & mask | rest."""
     move = f"shl.b32 rest, $1, {left};" if left > 0 else f"shr.b32 rest, $1, {-left};"
     masks = f"and.b32 rest, rest, {kept * 0x10001}; lop3.b32 $0, signs, 0x80008000, rest, 0xEA;"
     return f"{{ .reg .b32 signs, rest; shl.b32 signs, $1, {sign}; {move} {masks} }}"
@@ -131,9 +131,9 @@ def float_pair(sign: int, left: int, kept: int) -> str:
 
 @triton.jit
 def weights(words, table, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
-    """Span INDEX of the words [n, span] as weights: rounded once, from float32. scale, offset [n]: with the factor in them.
+    """Span INDEX of the words [n, span] as weights: rounded once, from float32. scale, offset [n]: including the factor.
 
-    The code stays where it is in its word, as so many times itself, and the scale is divided by that. TABLE: what stands for it.
+    The code is not shifted in its word, which multiplies it by a power of two; the scale is divided by that. TABLE: its kind of values.
     """
     wide = words.to(tl.uint16, bitcast=True).to(tl.int32)
     if TABLE == FLOATS:
@@ -150,14 +150,14 @@ def weights(words, table, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def ask_for(pointers, size):
-    """Has `size` bytes behind each pointer fetched into the L2, and does not wait for them."""
+    """Prefetches `size` bytes behind each pointer into the L2 cache, without waiting."""
     text: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(text, "=r,l,r", [pointers.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["size", "shares"])
 def sum_shares(parts, bias, out, factor, size, wide, shares, BIAS: tl.constexpr, TILE: tl.constexpr):
-    """parts [shares, size] float32 -> out [size], added in a fixed order; rows have `wide` numbers"""
+    """parts [shares, size] float32 -> out [size], added in a fixed order; `wide`: numbers of a row"""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < size
     total = tl.zeros([TILE], tl.float32)

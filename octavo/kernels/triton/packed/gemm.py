@@ -1,11 +1,11 @@
-"""y = x W^T of packed codes for more than a few rows: weights are made out of codes in registers, and go to the matrix units from there.
+"""y = x W^T of packed codes for larger batches: codes are converted to weights in registers, which are inputs of the tensor cores.
 
-    W   [COLUMNS, span]   the left side of tl.dot, made anew for each tile of rows: more rows in a tile, less of it
-    x   [ROWS, span]      the right side, by way of shared memory
+    W   [COLUMNS, span]   the left side of tl.dot, converted again for each tile of rows: taller tiles need fewer conversions
+    x   [ROWS, span]      the right side, through shared memory
 
-A weight is rounded to the dtype of x as `unpack` rounds it, so that only the order of summing differs from a product of floats.
-SHARED: where tiles are few, the inner dimension is split over programs, `each` blocks for one, and `sum_shares` adds. WHOLE: blocks
-and columns fill their tiles, so that those are not masked.
+A weight is rounded to the dtype of x as in `unpack`, so only the order of summation differs from a product of floats.
+SHARED: if there are few tiles, the inner dimension is split over programs, `each` blocks for one, and `sum_shares` adds. WHOLE: blocks
+and columns fill their tiles, so that no masks are needed.
 """
 
 import triton

@@ -1,15 +1,15 @@
-"""y = x W^T of packed codes for one row: multiplied and added in registers, without the matrix units, which one row would leave idle.
+"""y = x W^T of packed codes for one row: multiplied and added in registers, without the tensor cores, which one row would not use well.
 
-    words of AHEAD steps | wait | x made ready | products of step 0, words of step AHEAD asked for | products of step 1, ... | sums
+    words of AHEAD steps | wait | x prepared | products of step 0, words of step AHEAD loaded | products of step 1, ... | sums
 
 A thread has sixteen bytes of each of COLUMNS rows of W, which are words of two neighbouring columns in every span, and x of the
-same columns; nothing is moved between threads until the sums are. A code becomes a number where it stands, behind the exponent
-that makes its lowest bit one; scale and offset come after, once for a group:
+same columns; threads exchange only the sums. A code is converted to a number in place, behind the exponent
+that makes its lowest bit one; scale and offset are applied later, once per group:
 
     sum_k x_k (scale * code_k + offset)  =  scale * (sum_k x_k (code_k + base) - base * sum_k x_k)  +  offset * sum_k x_k
 
-A step is 8 blocks for each warp; STEPS make a row of W, or x is held and there are TURNS of COLUMNS. ORDERED, columns of x are
-picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GATED: W is gate over up, gated numbers come out.
+A step is 8 blocks for each warp. Either a row of W has STEPS, or x is held and there are TURNS of COLUMNS. ORDERED: columns of x are
+loaded in the order of the codes. WHOLE: steps and turns divide the matrix. GATED: W is gate over up, and the result is gated.
 """
 
 import triton
@@ -63,7 +63,7 @@ def codes_of(words, INDEX: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr)
 
 @triton.jit
 def bytes_of(found, INDEX: tl.constexpr, kind: tl.constexpr):
-    """Byte INDEX of what was looked up, plus `base_of` 8 bits; float32 as it is."""
+    """Byte INDEX of looked-up values, plus `base_of` 8 bits; unchanged in float32."""
     if kind == tl.float32:
         return ((found >> (8 * INDEX)) & 255).to(tl.float32)
     elif PAIRWISE:
@@ -75,7 +75,7 @@ def bytes_of(found, INDEX: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def numbers_of(words, table, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, kind: tl.constexpr):
-    """As `codes_of`; TABLE: what stands for the codes."""
+    """Like `codes_of`; TABLE: the kind of values of the codes."""
     if TABLE:
         return tl.join(bytes_of(looked_up(words, table, 0), INDEX, kind), bytes_of(looked_up(words, table, 16), INDEX, kind))
     else:
@@ -84,13 +84,13 @@ def numbers_of(words, table, INDEX: tl.constexpr, BITS: tl.constexpr, TABLE: tl.
 
 @triton.constexpr_function
 def base_of(index: int, bits: int, exact: bool) -> float:
-    """What `codes_of` adds: small beside 2^24, so that little of x is lost to it. float32 has conversions instead, and nothing added."""
+    """The constant that `codes_of` adds: far below 2^24, so that x loses little precision. float32 uses conversions and adds nothing."""
     return 0.0 if exact else 32768.0 if bits == 8 else 128.0 if index % 2 == 0 else 2048.0
 
 
 @triton.jit
 def in_spans(x, BITS: tl.constexpr, SPAN: tl.constexpr):
-    """x [columns] of whole blocks -> for each span [threads, columns of a thread] float32, as their words stand (`device_codes.py`)."""
+    """x [columns] of whole blocks -> for each span [threads, columns of a thread] float32, in the words' order (`device_codes.py`)."""
     SPANS: tl.constexpr = WORD_BITS // BITS
     THREADS: tl.constexpr = x.shape[0] // (SPANS * SPAN) * 4
     apart = tl.reshape(x, [THREADS // 4, SPANS, SPAN // 16, 2, 4, 2])
@@ -122,9 +122,9 @@ def one_by_one(pairs):
 
 @triton.jit
 def float_products(words, pairs, spans, RUN: tl.constexpr):
-    """As `products`, of floats of 4 bits: these need no base and no offset.
+    """Like `products`, for 4-bit floats: these need no base and no offset.
 
-    A float comes as 2^-126 of itself. x is multiplied by 2^64 and a scale by 2^63, so that no product is too small for float32; a scale
+    A float is scaled by 2^-126. x is multiplied by 2^64 and a scale by 2^63, so that no product underflows in float32; a scale
     is that of the doubled float.
     """
     SHAPE: tl.constexpr = [words.shape[0], words.shape[1], 2 * words.shape[2]]
@@ -154,7 +154,7 @@ def products(words, pairs, spans, table, BITS: tl.constexpr, RUN: tl.constexpr, 
         for index in tl.static_range(run * RUN, run * RUN + RUN):
             span = tl.broadcast_to(spans[index][:, None, :], SHAPE)
             codes = tl.reshape(numbers_of(words, table, index, BITS, TABLE, kind), SHAPE)
-            own, of_codes = tl.split(tl.sum(tl.join(span, codes * span), 2))  # joined, so that both lie in the same threads
+            own, of_codes = tl.split(tl.sum(tl.join(span, codes * span), 2))  # joined, so that both are in the same threads
             base = own * base_of(index, 8 if TABLE else BITS, kind == tl.float32)
             if index == run * RUN:
                 product, sums, bases = of_codes, own, base

@@ -1,4 +1,4 @@
-"""Calls that compile the kernels of packed products ahead: one for each variant that the rules lead to, at any number of rows."""
+"""Calls that precompile the kernels of packed products: one for each variant that the rules select, for any number of rows."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

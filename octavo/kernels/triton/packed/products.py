@@ -1,10 +1,10 @@
 """Products with packed codes, by the number of rows: `packed_linear`, `packed_gate_up`; and `unpack`.
 
-    rows    few           codes are multiplied, scales come after (packed_small_gemm; packed_gemv for one row, without the matrix units)
-            up to 512     weights are made in registers, tile by tile (packed_gemm)
-            more          weights are made once, a slab of rows at a time that fits the L2, for a product of floats
+    rows    small batch   codes are multiplied, scales are applied later (packed_small_gemm; packed_gemv for one row, without tensor cores)
+            up to 512     codes are converted to weights in registers, tile by tile (packed_gemm)
+            more          weights are unpacked once, in slabs of rows that fit into the L2 cache, for a product of floats
 
-More than 512 rows share the making of a slab so widely that it hardly counts, and torch's product is faster than ours.
+More than 512 rows share the unpacking of a slab, so that its cost is negligible, and torch's product is faster than ours.
 """
 
 import torch
@@ -29,7 +29,7 @@ UNPACK_ROWS = 16
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x [rows, in] -> [rows, out], in `out` if that is given"""
+    """x [rows, in] -> [rows, out], in `out` if given"""
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device) if out is None else out
     assert out.is_contiguous() and out.dtype == x.dtype and out.shape == (len(x), len(weight))
     if len(x) > GEMM_ROWS:
@@ -38,7 +38,7 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
-    """The gated numbers; weight has rows of gate over rows of up"""
+    """Returns the gated values; the weight has rows of gate over rows of up."""
     how = rule(len(x), weight, gated=True) if len(x) <= GEMM_ROWS else None
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     if isinstance(how, Gemv):
@@ -56,14 +56,14 @@ def divided(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, ho
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """All rows, or those of an index [count], as weights [count, in]; columns in their original order"""
+    """Returns all rows, or those of an index [count], dequantised [count, in]; columns in their original order."""
     count = len(weight) if rows is None else len(rows)
     out = _slab(weight, dtype, 0, count, rows)
     return out if weight.order is None else torch.empty_like(out).index_copy_(1, weight.order, out)
 
 
 def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[object, ...]:
-    """What a compiled kernel of this product depends on."""
+    """Returns the parameters that a compiled kernel of this product depends on."""
     kind = *form_of(weight).values(), weight.words.device, bias
     if rows > GEMM_ROWS:
         return kind
@@ -90,7 +90,7 @@ def _whole_turns(how: Gemv, weight: DeviceCodes, gated: bool) -> bool:
 
 
 def gemv(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Gemv, gate: Gate | None = None) -> Tensor:
-    """Of one row, or of none."""
+    """For one row, or none."""
     gated = gate is not None
     wide, columns, steps = out.shape[1], how.columns // 2 if gated else how.columns, gemv_steps(weight, how.warps)
     assert len(x) <= 1 and x.is_contiguous() and x.shape[1] == weight.size
@@ -131,7 +131,7 @@ def gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: 
         len(weight), triton.cdiv(weight.blocks, how.shares), **form_of(weight), ROWS=how.rows, COLUMNS=how.columns,
         SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, WARPS=how.warps, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
-    return _summed(out, parts, 1.0, bias, how.shares)  # the weights had their factor already
+    return _summed(out, parts, 1.0, bias, how.shares)  # the weights already include their factor
 
 
 def by_slabs(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, slab: int = SLAB) -> Tensor:
@@ -151,13 +151,13 @@ def table_of(weight: DeviceCodes) -> Tensor:
 
 
 def form_of(weight: DeviceCodes) -> dict[str, int]:
-    """What a kernel over codes has to know of them when it is compiled."""
+    """Returns the compile-time parameters of the codes."""
     table = FLOATS if weight.floats else LOOKED_UP if weight.table is not None else tl.constexpr(0)
     return {"BITS": weight.bits, "GROUP": weight.group, "TABLE": table.value}
 
 
 def in_order(x: Tensor, weight: DeviceCodes) -> Tensor:
-    """Columns of x as those of the codes stand."""
+    """Returns x with its columns in the order of the codes."""
     assert x.is_contiguous() and x.shape[1] == weight.size
     return x if weight.order is None else x.index_select(1, weight.order)
 

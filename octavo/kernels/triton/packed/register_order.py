@@ -1,9 +1,9 @@
-"""The order in which lines and words are loaded, so that each thread has in its registers what the matrix units want of it.
+"""The order in which lines and words are loaded, so that each thread has the data for its part of tl.dot in its registers.
 
-A dot's left side lies in registers like this: of sixteen lines a thread has one and the eighth after it, of eight columns two
-neighbours, and four threads share a line. Words come in sixteen bytes for each thread (`device_codes.py` says of which columns),
-lines in the turn of warps; what follows only gives registers other names. Any other order is right too, and slower: Triton
-then moves numbers between threads by way of shared memory.
+The left side of a dot is distributed like this: of sixteen lines a thread has one and the eighth after it, of eight columns two
+neighbours, and four threads share a line. A thread loads sixteen bytes of words (`device_codes.py` lists their columns), and
+warps take lines in turn; the functions below only rename registers. Any other order is correct, too, but slower: Triton
+then moves numbers between threads through shared memory.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def spread(LINES: tl.constexpr, WARPS: tl.constexpr):
-    """Numbers of lines [threads, turns], to load them in the order in which the warps of a dot take its left side."""
+    """The lines [threads, turns] to load, in the order in which the warps of a dot read its left side."""
     HELD: tl.constexpr = min(WARPS, LINES // 16)
     low, high = tl.arange(0, 8 * HELD)[:, None], tl.arange(0, LINES // (8 * HELD))[None, :]
     return high // 2 * (16 * HELD) + low // 8 * 16 + high % 2 * 8 + low % 8
@@ -20,10 +20,10 @@ def spread(LINES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def gathered(words, LINES: tl.constexpr, WARPS: tl.constexpr, BY_FOURS: tl.constexpr):
-    """[threads, turns, span] -> [LINES, span]: lines that were spread, and words, so that nothing leaves its thread.
+    """[threads, turns, span] -> [LINES, span]: puts spread lines and words in order without moving data between threads.
 
-    A thread holds two neighbouring columns of a dot's left side, and words come to stand as their columns do. Of the matrix
-    units that are not asynchronous Triton has it hold four as soon as spans stand side by side: then as `by_fours` has them.
+    A thread holds two neighbouring columns of a dot's left side, and words are in the order of their columns. For tensor cores
+    that are not asynchronous, Triton uses four as soon as spans are joined: then the order of `by_fours` applies.
     """
     HELD: tl.constexpr = min(WARPS, LINES // 16)
     SPAN: tl.constexpr = words.shape[2]
@@ -43,7 +43,7 @@ def by_fours(x):
 
 @triton.jit
 def side_by_side(spans):
-    """One, two or four of [n, span] as one."""
+    """Joins one, two or four of [n, span]."""
     N: tl.constexpr = spans[0].shape[0]
     SPAN: tl.constexpr = spans[0].shape[1]
     if len(spans) == 1:

@@ -1,6 +1,6 @@
-"""How the products with packed codes divide their work: by shape and GPU alone, never tried out at run time.
+"""How the products with packed codes divide their work: by shape and GPU only, never tuned at run time.
 
-`bench/gpu_packed.py --sweep` tries others on a GPU and prints the best as lines for MEASURED.
+`bench/gpu_packed.py --sweep` tries alternatives on a GPU and prints the best as lines for MEASURED.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,8 @@ import triton
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.triton.target import capability, is_roomy
 
-GEMV_STEPS = 12  # all of them are one after another in the code
-VOCABULARY = 100_000  # columns: so wide a matrix has programs enough that each may ask for two steps
+GEMV_STEPS = 12  # all steps are unrolled in the code
+VOCABULARY = 100_000  # columns: such a wide matrix has enough programs that each may load two steps ahead
 SMALL_GEMM_ROWS = 16
 GEMM_ROWS = 512
 PROGRAMS = 264  # two for each multiprocessor
@@ -25,7 +25,7 @@ class SmallGemm(NamedTuple):
     shares: int = 1
     warps: int = 4
     stages: int = 4
-    ahead: bool = True  # a program has all its words fetched into the L2 first, before it waits for what stands in front
+    ahead: bool = True  # a program prefetches all its words into the L2 cache before it waits for the previous kernel
 
 
 class Gemm(NamedTuple):
@@ -41,15 +41,15 @@ class Gemm(NamedTuple):
 class Gemv(NamedTuple):
     """How `packed_gemv` divides its work: steps of 8 blocks for each warp."""
 
-    columns: int  # at once
-    turns: int = 1  # where a step is a whole row of W
-    ahead: int = 2  # steps or turns whose words a program asks for before it waits
+    columns: int  # processed at once
+    turns: int = 1  # if a step is a whole row of W
+    ahead: int = 2  # steps or turns whose words a program loads before it waits
     warps: int = 4
 
 
 How = Gemv | SmallGemm | Gemm
 
-SMALL_TILE = Gemm(rows=128, columns=64, warps=8)  # the largest without room: compiled, never timed
+SMALL_TILE = Gemm(rows=128, columns=64, warps=8)  # the largest for GPUs with little shared memory: compiled, never timed
 
 # On an H200, 4 bits in groups of 128: (in, out) -> up to 1, 2, 4, ... 512 rows
 MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
@@ -97,7 +97,7 @@ MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
 
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
-    """For 1 to 512 rows. With a gate behind it `packed_small_gemm` has no shares; of codes with a table it knows nothing."""
+    """For 1 to 512 rows. A gated `packed_small_gemm` does not split the inner dimension, and codes with a table do not use it."""
     alone = gemv_rule(weight) if rows <= 1 else None
     if alone is not None:
         return alone
@@ -119,7 +119,7 @@ def power_of_rows(rows: int) -> int:
 
 
 def gemv_rule(weight: DeviceCodes) -> Gemv | None:
-    """None where a row of W is too long."""
+    """None if a row of W is too long."""
     needed = min(power_of_rows(-(-weight.blocks // 8)), 4)
     warps = next((warps for warps in (4, 2, 1) if weight.blocks % (8 * warps) == 0), needed)
     steps = gemv_steps(weight, warps)
@@ -132,9 +132,9 @@ def gemv_steps(weight: DeviceCodes, warps: int) -> int:
 
 
 def small_gemm_rule(rows: int, weight: DeviceCodes) -> SmallGemm:
-    """Splits until the dot is full, then shares until there are enough programs.
+    """Splits until the dot is full, then divides the inner dimension until there are enough programs.
 
-    Dots of 16 columns take two warps: with four, Triton would choose the asynchronous matrix units, and wait for each of them.
+    Dots of 16 columns use two warps: with four, Triton would select the asynchronous tensor core instructions, and wait for each of them.
     """
     held = power_of_rows(rows)
     how = SmallGemm(warps=4 if held <= 8 else 2)
@@ -150,7 +150,7 @@ def _programs(how: SmallGemm, weight: DeviceCodes) -> int:
 
 
 def gemm_rule(rows: int, weight: DeviceCodes) -> Gemm:
-    """All rows in one tile up to 256, so that weights are made once; shares where tiles are few."""
+    """All rows in one tile up to 256, so that weights are converted once; splits the inner dimension if there are few tiles."""
     tall = min(max(power_of_rows(rows), 32), 256)
     tile = Gemm(tall) if tall > 64 else Gemm(tall, columns=64, warps=4)
     tiles, shares = triton.cdiv(rows, tall) * triton.cdiv(len(weight), tile.columns), 1
@@ -160,6 +160,6 @@ def gemm_rule(rows: int, weight: DeviceCodes) -> Gemm:
 
 
 def small(tile: Gemm) -> Gemm:
-    """As large as fits into 99 KiB, and registers, where operands come from there; shares for as many programs as before."""
+    """The largest tile that fits into 99 KiB, and into registers on GPUs that read operands from there, for as many programs as before."""
     larger = tile.rows * tile.columns // (SMALL_TILE.rows * SMALL_TILE.columns)
     return tile if larger <= 1 else SMALL_TILE._replace(shares=max(tile.shares // larger, 1))

@@ -1,16 +1,16 @@
-"""y = x W^T of packed codes for up to 16 rows. Reading the codes is the limit, so they are multiplied as they are, scales come after:
+"""y = x W^T of packed codes for up to 16 rows. Reading the codes is the bottleneck, so they are multiplied directly and scaled later:
 
     sum_k x_k (scale * code_k + offset)  =  scale * sum_k x_k (code_k + 128)  +  (offset - 128 * scale) * sum_k x_k
 
-Both sums are tl.dot: the second one with ones, which leaves it where the first one lies. A dot has 8 or 16 columns for the rows of
-x. SPLITS fills empty ones with other stretches of the same rows, and its lines with those of W; only like stretches count:
+Both sums are tl.dot: the second one multiplies by ones, so that its result is in the same registers. A dot has 8 or 16 columns for the
+rows of x. SPLITS fills unused ones with other stretches of the same rows, and its lines with those of W; only equal stretches count:
 
     lines of the dot      | stretch 0 of x | stretch 1 of x |
     stretch 0 of W        | counts         |                |     added over stretches at the end: [COLUMNS, ROWS]
     stretch 1 of W        |                | counts         |
 
-SHARED: the inner dimension is split over programs, too, and `sum_shares` adds. GATED: W is gate over up, gated numbers come
-out. WHOLE: stretches and tiles all are, and nothing but rows is masked. `each`: blocks of a stretch. Sizes are plain arguments.
+SHARED: the inner dimension is split over programs, too, and `sum_shares` adds. GATED: W is gate over up, and the result is gated.
+WHOLE: stretches and tiles divide the matrix, and only rows are masked. `each`: blocks of a stretch. Sizes are run-time arguments.
 """
 
 import triton
@@ -24,7 +24,7 @@ from octavo.kernels.triton.step.activation import gated
 
 @triton.jit
 def column_of(line, program, wide, COLUMNS: tl.constexpr, GATED: tl.constexpr):
-    """Of a program's line: which row of W it is, and whether there is one."""
+    """For a line of a program: the row of W, and whether it exists."""
     if GATED:
         place = program * (COLUMNS // 2) + line % (COLUMNS // 2)
         return place + line % COLUMNS // (COLUMNS // 2) * wide, place < wide
@@ -34,7 +34,7 @@ def column_of(line, program, wide, COLUMNS: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def multiplied(codes, span, pairs, run: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, kind: tl.constexpr):
-    """Spans run * RUN and on of the words `codes` [lines, span], which have one scale, times x [RUN * span, lanes]."""
+    """Multiplies the spans from run * RUN on of the words `codes` [lines, span], which share a scale, by x [RUN * span, lanes]."""
     BASE: tl.constexpr = 0 if kind == tl.float32 else 128 if BITS == 4 else 17 * 128  # `four_bits` of code 0
     numbers = ()
     higher = ()
@@ -54,7 +54,7 @@ def multiplied(codes, span, pairs, run: tl.constexpr, BITS: tl.constexpr, RUN: t
 
 @triton.jit
 def added_up(total, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
-    """[lines, lanes] -> [COLUMNS, ROWS], over like stretches"""
+    """[lines, lanes] -> [COLUMNS, ROWS], summed over equal stretches"""
     LANES: tl.constexpr = total.shape[1]
     line, lane = tl.arange(0, SPLITS * COLUMNS)[:, None], tl.arange(0, LANES)[None, :]
     total = tl.where(line // COLUMNS == lane // ROWS, total, 0.0)
@@ -76,7 +76,7 @@ def stored(
     GATED: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """result [COLUMNS, ROWS] of a program to out [rows, wide], with what comes behind"""
+    """Stores the result [COLUMNS, ROWS] of a program in out [rows, wide], after bias or gate."""
     HALF: tl.constexpr = COLUMNS // 2
     kind = out.dtype.element_ty
     row = tl.arange(0, ROWS)[None, :]

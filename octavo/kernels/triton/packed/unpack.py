@@ -1,4 +1,4 @@
-"""Packed codes as weights in memory: rows of them, in turn or by index."""
+"""Unpacks packed codes to weights in memory: consecutive rows, or rows by index."""
 
 import triton
 import triton.language as tl

@@ -1,12 +1,12 @@
-"""Parts of the kernels that cut a row: its tokens as bits of their distance from the best, d = (max - logit) / temperature.
+"""Common parts of the kernels that filter a row: its tokens as bits of their distance from the best, d = (max - logit) / temperature.
 
     tops     [S, groups]     the largest logit of every GROUP tokens
     peaks    [S, tiles]      the largest logit of every TILE tokens
-    members  [S, CAPACITY]   tokens near a cut, as bits and ids, in the order of their ids
+    members  [S, CAPACITY]   tokens near a cutoff, as bits and ids, in the order of their ids
 
-No distance is negative, so bits order like distances, and with the id behind them no two tokens are equal. A number that is none
-counts as -inf. Masses are fixed point, so their sums do not depend on the order of summing; of `kernels/reference/sampling.py`
-they differ by what a float32 exponential may.
+No distance is negative, so bits have the same order as distances, and with the id below them all tokens are different. NaN
+counts as -inf. Probabilities are fixed-point, so their sums do not depend on the order; they differ from those of
+`kernels/reference/sampling.py` by the error of a float32 exponential.
 """
 
 import triton
@@ -14,9 +14,9 @@ import triton.language as tl
 
 TILE, GROUP, CAPACITY = 2048, 64, 4096
 INFINITE, LARGEST = tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
-ONE = tl.constexpr(float(2**40))  # the mass of the best token
+ONE = tl.constexpr(float(2**40))  # the fixed-point probability of the best token
 KEY_BITS = tl.constexpr(31)
-UNALIGNED = ["temperature", "top_k", "top_p", "min_p", "noise", "positions"]  # views of one line may start anywhere
+UNALIGNED = ["temperature", "top_k", "top_p", "min_p", "noise", "positions"]  # views of one row may start at any offset
 RUNTIME = ["step", "noise_step"]
 NEAREST_INTEGER = tl.constexpr(1.5 * 2**23)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -31,7 +31,7 @@ def read(logits, token, VOCAB: tl.constexpr):
 
 @triton.jit
 def divide(x, heat):
-    """x / heat, rounded as a division rounds; by a usual temperature it takes three instructions and no branch for each x."""
+    """x / heat, correctly rounded; for usual temperatures it takes three instructions and no branch for each x."""
     if (heat > 1e-3) & (heat < 1e3):
         inverse = tl.div_rn(tl.full([], 1.0, tl.float32), heat)
         near = x * inverse
@@ -44,15 +44,15 @@ def divide(x, heat):
 @triton.jit
 def distance_bits(most, logit, heat):
     distance = divide(most - logit, heat)
-    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # what is no number lies infinitely far
+    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # NaN counts as infinitely far
 
 
 @triton.jit
 def mass_parts(bits):
     """exp(-distance) in fixed point as high * 2^20 + low: integers in float32, of which 16 add up without rounding.
 
-    Adding and taking away NEAREST_INTEGER rounds, and is quicker than conversions are. An exp2 flushes what is denormal, an exp
-    would take care of it.
+    Adding and subtracting NEAREST_INTEGER rounds, and is faster than conversions. exp2 flushes denormals, while exp
+    would handle them.
     """
     scaled = tl.exp2(bits.to(tl.float32, bitcast=True) * -LOG2_E) * 1048576.0
     high = (scaled + NEAREST_INTEGER) - NEAREST_INTEGER
@@ -67,7 +67,7 @@ def mass(bits):
 
 @triton.jit
 def furthest(floor):
-    """The largest bits with a mass of at least `floor`: farther tokens do not pass min-p."""
+    """The largest bits with a probability of at least `floor`: tokens farther away do not pass min-p."""
     found = tl.full([], INFINITE, tl.int32)
     if floor > 0:
         found = tl.full([], 0, tl.int32)
@@ -109,7 +109,7 @@ def find_tops(logits, tops, peaks, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TI
 
 @triton.jit
 def last_within(keys, weights, goal, BITS: tl.constexpr):
-    """The largest number with less than `goal` of weight on keys below it: the key the goal falls on, or all ones if none does."""
+    """The largest number with less than `goal` of weight on keys below it: the key at which the goal is reached, or all ones if none."""
     found = tl.full([], 0, tl.int32)
     bit = tl.full([], 1, tl.int32) << (BITS - 1)
     for _ in range(BITS):
@@ -121,7 +121,7 @@ def last_within(keys, weights, goal, BITS: tl.constexpr):
 
 @triton.jit
 def ties_within(goal, below, each):
-    """How many of equals, of the weight `each`, have less than `goal` before them if `below` comes before the first."""
+    """How many of several equal tokens, each of weight `each`, have less than `goal` before them, if `below` precedes the first."""
     each = tl.maximum(each, 1)
     return tl.minimum((goal - below + each - 1) // each, 1 << 30).to(tl.int32)
 
@@ -142,7 +142,7 @@ def within(bits, ids, last_bits, last_id):
 
 @triton.jit
 def mass_goal(top_p, total):
-    """Tokens with less than this before them are within top-p: top_p * total, rounded up; the best one always is."""
+    """Tokens with less than this before them pass top-p: top_p * total, rounded up; the best one always passes."""
     part = top_p.to(tl.float64) * total.to(tl.float64)
     whole = part.to(tl.int64)
     return tl.maximum(whole + (whole.to(tl.float64) < part).to(tl.int64), 1)
@@ -165,9 +165,9 @@ def collect(
     TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Writes the members of a row: bits from `low` to `high`, of those at `high` the first `ties_wanted`, and none beyond `reach`.
+    """Writes the members of a row: bits from `low` to `high`, only the first `ties_wanted` of those at `high`, and none beyond `reach`.
 
-    Returns how many there are; where that is more than fit, it stops and returns some number above CAPACITY.
+    Returns their number; if it is more than fit, it stops and returns some number above CAPACITY.
     """
     count = tl.full([], 0, tl.int32)
     ties = tl.full([], 0, tl.int32)
@@ -187,5 +187,5 @@ def collect(
             ties += tl.sum(tied, 0)
             count += tl.sum(inside.to(tl.int32), 0)
         tile += 1
-    tl.debug_barrier()  # what other threads wrote is read next
+    tl.debug_barrier()  # makes writes of other threads visible
     return count

@@ -1,18 +1,20 @@
-"""Drawing one id a row over what min-p, top-k and top-p leave, without ordering the row.
+"""Samples one id per row among the tokens that pass min-p, top-k and top-p, without sorting the row.
 
     find_tops    the largest logit of every 64 tokens                                                              one pass
-    survey       what there is to know of a row, from those: `draw_state.py`. With top-k, the k-th smallest of the groups' least
-                 distances: k tokens are so near. Else about how small a chance can still win
-    gather       members: with top-k all tokens as near as that, else those that may come first in the race        one pass
-    settle       cuts the members by halving over bits, then over ids, and races them. Without top-k, top-p comes after the race
-    weigh        the mass of a row with top-p, and what of it lies before its first picks                          one pass
-    draw_fallback  rows with more than CAPACITY members, or whose first picks all lie beyond the cut (`draw_fallback.py`)
+    survey       bounds for a row, from those: `draw_state.py`. With top-k, the k-th smallest of the groups' minimum
+                 distances: at least k tokens are within it. Otherwise the smallest probability that could still win
+    gather       members: with top-k all tokens within that bound, otherwise those that may win the race           one pass
+    settle       finds the cutoff among the members by bisection over bits, then over ids, and races them. Without top-k, top-p comes
+                 after the race
+    weigh        the total probability of a row with top-p, and the part of it before its first picks               one pass
+    draw_fallback  rows with more than CAPACITY members, or whose first picks are all beyond the cutoff (`draw_fallback.py`)
 
-A token with mass m scores -log(SHARE) or more if -log(u) <= SHARE * m, u being its noise in (0, 1): then 1 - u is no more either, which
-costs no logarithm. With SHARE = RACERS / Z, and Z the mass of the row, RACERS tokens do; Z is taken low, and top-p divides it.
+A token with probability m scores -log(SHARE) or more if -log(u) <= SHARE * m, where u is its noise in (0, 1): then 1 - u is not larger
+either, which needs no logarithm. With SHARE = RACERS / Z, where Z is the total of the row, RACERS tokens do; Z is a lower bound, and is
+divided by top-p.
 
-The result is that of `kernels/reference/sampling.py` (order (distance, id), equal scores to the lower id) but where two scores, or a
-mass and a cut, are closer than float32 logarithms and exponentials tell.
+The result equals that of `kernels/reference/sampling.py` (order (distance, id), equal scores to the lower id), unless two scores, or a
+probability and a cutoff, are closer than the precision of float32 logarithms and exponentials.
 """
 
 from dataclasses import dataclass
@@ -75,20 +77,20 @@ from octavo.kernels.triton.sampling.draw_state import (
 )
 from octavo.kernels.triton.sampling.sample import gumbel, tile_words, uniform_at
 
-RACERS = tl.constexpr(16.0)  # in one row of ten millions none of so many races
+RACERS = tl.constexpr(16.0)  # expected number of racers: in one row of ten million there is none
 MOST_RACERS = tl.constexpr(256.0)
-SLACK = tl.constexpr(1.001)  # who might be a member is told with less care than scores are
+SLACK = tl.constexpr(1.001)  # candidate selection uses a looser bound than the scores
 ALMOST_2 = tl.constexpr(2 - 2.0**-23)
-FEW = 512  # members, of most rows
-SUMMED = tl.constexpr(8)  # mass_parts
+FEW = 512  # most rows have at most this many members
+SUMMED = tl.constexpr(8)  # mass_parts added at once
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the kernels that read whole rows share them out."""
+    """How the kernels that read whole rows divide them."""
 
     tile: int = TILE
-    programs: int = 2048  # of a kernel, about; each takes every n-th tile of a row
+    programs: int = 2048  # approximate number per kernel; each processes every n-th tile of a row
     survey_warps: int = 8
     gather_warps: int = 4
     weigh_warps: int = 4
@@ -131,7 +133,7 @@ def survey(
         if k <= GROUPS:
             high = last_within(least, (group < GROUPS).to(tl.int32), k, KEY_BITS)
         if (high == LARGEST) & (VOCAB > CAPACITY):
-            count += CAPACITY + 1  # nobody has to count them
+            count += CAPACITY + 1  # no need to count them
     else:
         nearest = tl.where(least <= tl.minimum(reach, INFINITE), tl.exp2(least.to(tl.float32, bitcast=True) * -LOG2_E), 0.0)
         share = tl.minimum(RACERS / tl.minimum(p, 1.0), MOST_RACERS) / tl.sum(nearest, 0)
@@ -155,7 +157,7 @@ def survey(
 
 @triton.jit
 def write_members(inside, token, counter, member_ids, CAPACITY: tl.constexpr):
-    """So few that each may ask for its place."""
+    """There are so few members that each reserves its place with an atomic."""
     one = inside.to(tl.int64)
     place = tl.atomic_add(counter + tl.zeros_like(token), one, mask=inside, sem="relaxed").to(tl.int32)
     tl.store(member_ids + place, token, mask=inside & (place < CAPACITY))
@@ -173,7 +175,7 @@ def gather(
     TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Members come in any order, and nothing depends on it. A few come that `settle` leaves out."""
+    """Members are in no particular order, and nothing depends on it. A few of them are removed by `settle`."""
     row = tl.program_id(0).to(tl.int64)
     known += row * KNOWN
     member_ids += row * CAPACITY
@@ -183,10 +185,10 @@ def gather(
         steepness = LOG2_E / heat
         for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
             if tl.load(peaks + row * TILES + tile) >= lowest:
-                token = tile * TILE + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # as noise comes
+                token = tile * TILE + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # in the order of the noise
                 logit = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
                 if k == 0:
-                    # 1 + u, half a step of the noise less, against 2 - SHARE * m, a whole step less
+                                        # 1 + u, less half a step of the noise, is compared with 2 - SHARE * m, less a whole step
                     noisy = ((tile_words(known + NOISE, position, tile, TILE) >> 9) + 0x3F800000).to(tl.float32, bitcast=True)
                     races = noisy >= ALMOST_2 - tl.exp2((logit - most) * steepness) * share
                     if tl.max(tl.max(races.to(tl.int32), 1), 0) > 0:
@@ -194,7 +196,7 @@ def gather(
                 else:
                     inside = logit >= lowest
                     count = tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
-                    if count > k:  # of equals, k are enough
+                    if count > k:  # in a tie, k are enough
                         bits = distance_bits(most, logit, heat)
                         nth = tl.cumsum((bits == high).to(tl.int32).reshape(TILE), 0).reshape(TILE // 4, 4)
                         inside = inside & ((bits < high) | ((bits == high) & (nth <= k)))
@@ -218,7 +220,7 @@ def settle_among(logits, known, member_ids, out, count, WIDTH: tl.constexpr, VOC
             masses = tl.where(kept, mass(bits), 0)
             last, last_id = cut_of(tl.where(kept, bits, LARGEST), ids, masses, mass_goal(p, tl.sum(masses, 0)), ID_BITS)
             kept = kept & within(bits, ids, last, last_id)
-    else:  # below this not all who race are members
+    else:  # below this bound not all tokens are members
         kept = kept & (score >= -tl.log(number(known + SHARE)))
     picks = tl.where((k == 0) & (p < 1), PICKS, 1)
     for place in range(picks):
@@ -260,14 +262,14 @@ def settle(
 
 @triton.jit
 def summed(some, high, low, TILE: tl.constexpr):
-    """The mass of some of [TILE] tokens as int64, a few tokens to each number."""
+    """The total of some of [TILE] tokens as int64, adding a few tokens to each number."""
     high = tl.sum(tl.where(some, high, 0.0).reshape(TILE // SUMMED, SUMMED), 1).to(tl.int32)
     return (high.to(tl.int64) << 20) + tl.sum(tl.where(some, low, 0.0).reshape(TILE // SUMMED, SUMMED), 1).to(tl.int32)
 
 
 @triton.jit
 def before(pick, tile, bits, token, high, low, TILE: tl.constexpr):
-    """The mass of a tile's tokens that come before a pick: ids decide in the pick's own tile alone."""
+    """The total of a tile's tokens that come before a pick: ids decide only in the pick's own tile."""
     pick_bits, pick_id = (pick >> 32).to(tl.int32), pick.to(tl.int32)
     found = summed(bits < pick_bits + (pick_id // TILE > tile), high, low, TILE)
     if pick_id // TILE == tile:
@@ -300,7 +302,7 @@ def weigh(logits, known, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.con
 
 
 def draw(logits: Tensor, draws: Draws, tiling: Tiling = TILING) -> Tensor:
-    """One id a row. logits: [S, V]; returns [S] int64"""
+    """Returns one id per row, [S] int64. logits: [S, V]"""
     (rows, vocab), device = logits.shape, logits.device
     step, noise_step = draws.temperature.stride(0), draws.noise.stride(0)
     assert logits.stride(1) == 1 and draws.noise.stride(1) == 1 and draws.positions.is_contiguous()

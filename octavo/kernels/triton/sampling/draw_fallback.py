@@ -1,9 +1,9 @@
-"""Drawing from a row that nothing quicker settled, by one program that reads the whole row several times.
+"""Samples from a row that the faster kernels could not decide, by one program that reads the whole row several times.
 
-Such rows have more tokens near the cut than can be members (large k, many equals), a top-p none of whose first racers lies within
-it, or nothing finite. The k-th token is found by quartering bits. For top-p the race comes first: if its winner has too much mass
-before it, so has all behind it, and the next race is among those before. Each race also halves the bits where the cut can lie, so
-that there are few.
+Such rows have too many tokens near the cutoff (large k, many ties), a top-p with none of the first racers within
+it, or no finite logits. The k-th token is found by dividing ranges of bits into four. For top-p the race comes first: if its winner has
+too much probability before it, so have all tokens after it, and the next race is among those before. Each race also halves the range of
+bits that contains the cutoff, so that there are few.
 """
 
 import triton
@@ -59,7 +59,7 @@ def race_row(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The token within a cut with the highest score."""
+    """The token within a cutoff with the highest score."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     owner = tl.zeros([TILE], tl.int32)
     for tile in range(TILES):
@@ -75,7 +75,7 @@ def race_row(
 
 @triton.jit
 def weigh_row(logits, most, heat, reach, cut_bits, cut_id, middle, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """The mass within a cut, and that part of it whose bits are below `middle`."""
+    """The total within a cutoff, and the part of it with bits below `middle`."""
     total = tl.zeros([TILE], tl.int64)
     nearer = tl.zeros([TILE], tl.int64)
     for tile in range(TILES):
@@ -90,7 +90,7 @@ def weigh_row(logits, most, heat, reach, cut_bits, cut_id, middle, VOCAB: tl.con
 
 @triton.jit
 def count_below(logits, most, heat, reach, first, second, third, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """How many tokens have bits below each of three."""
+    """How many tokens have bits below each of three values."""
     below_1 = tl.zeros([TILE], tl.int32)
     below_2 = tl.zeros([TILE], tl.int32)
     below_3 = tl.zeros([TILE], tl.int32)
@@ -106,7 +106,7 @@ def count_below(logits, most, heat, reach, first, second, third, VOCAB: tl.const
 
 @triton.jit
 def nth_equal(logits, most, heat, wanted, nth, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """The nth token, by its id, with the bits `wanted`; VOCAB where there are fewer."""
+    """The nth token, by id, with the bits `wanted`; VOCAB if there are fewer."""
     found = tl.full([], VOCAB, tl.int32)
     seen = tl.full([], 0, tl.int32)
     tile = tl.full([], 0, tl.int32)
@@ -136,7 +136,7 @@ def cut_count(
     CAPACITY: tl.constexpr,
     ID_BITS: tl.constexpr,
 ):
-    """(bits, id) of the k-th token: the bits between which it lies are quartered until what lies between them fits."""
+    """(bits, id) of the k-th token: the range of bits that contains it is divided into four until its tokens fit."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], INFINITE, tl.int32)
     below = tl.full([], 0, tl.int32)  # how many come before `low`
@@ -213,7 +213,7 @@ def search_row(
 
 @triton.jit
 def winning_pick(logits, known, most, heat, reach, p, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """The id of the pick that is drawn; -1 if it is none of them. What all tiles did not weigh is weighed here."""
+    """The id of the pick that is sampled; -1 if it is none of them. Totals that were not computed for all tiles are computed here."""
     goal = mass_goal(p, tl.load(known + TOTAL))
     place = fitting(known, goal)
     found = place < AT_ONCE

@@ -1,27 +1,27 @@
-"""What the kernels of a draw know of a row: a line of KNOWN words of 64 bits. Floats are kept as their bits.
+"""The state of a row during a draw: KNOWN fields of 64 bits. Floats are stored as their bits.
 
-    K ... REACH   what was asked for, by the names of `survey`, and the largest logit
-    HIGH          the bits up to which top-k has members
-    LOWEST        the logit down to which any has: what lies infinitely far is none, it cannot win
+    K ... REACH   the parameters, by the names in `survey`, and the largest logit
+    HIGH          the largest bits of members with top-k
+    LOWEST        the smallest logit of any member: infinitely far tokens are excluded, since they cannot win
     SHARE         without top-k, members are those that may score -log(SHARE) or more
-    COUNT         how many members there are; more than CAPACITY: not all of them were written
+    COUNT         the number of members; more than CAPACITY: not all of them were written
     STATE         of the id
-    TOTAL         the mass of the row that min-p lets pass, where top-p asks for it
-    PICK          [PICKS] tokens as bits and id: each has the best score of those before the one in front of it; -1 where there is none
-    BEFORE        [PICKS] the mass before each of the first AT_ONCE picks
+    TOTAL         the total probability that passes min-p, if top-p needs it
+    PICK          [PICKS] tokens as bits and id: each has the best score among those before the previous pick; -1 if there is none
+    BEFORE        [PICKS] the total before each of the first AT_ONCE picks
 
-So the first pick with less mass before it than top-p allows is the id drawn: all that beat it have too much before them.
+So the sampled id is the first pick with less probability before it than top-p allows: all better-scoring tokens have too much before them.
 """
 
 import triton
 import triton.language as tl
 
 PICKS = tl.constexpr(8)
-AT_ONCE = tl.constexpr(2)  # of those, what all tiles weigh: at a top-p of 0.9, of 199 rows in 200 one of them is drawn
-NOISE = tl.constexpr(0)  # [4], and the position behind them
+AT_ONCE = tl.constexpr(2)  # picks whose totals all tiles compute: at a top-p of 0.9, one of them is sampled in 199 of 200 rows
+NOISE = tl.constexpr(0)  # [4], followed by the position
 POSITION, K, TOP_P, HEAT, MOST, REACH, HIGH, LOWEST, SHARE, COUNT, STATE, TOTAL = map(tl.constexpr, range(4, 16))
 BEFORE, PICK, KNOWN = map(tl.constexpr, (16, 24, 32))
-SETTLED, RACED = map(tl.constexpr, (1, 2))  # the id is known; it is among the picks, perhaps. 0: it is to be searched
+SETTLED, RACED = map(tl.constexpr, (1, 2))  # the id is known; it may be among the picks. 0: it must be searched
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def integer(at):
 
 @triton.jit
 def fitting(known, goal):
-    """The first of the weighed picks with less than `goal` before it; AT_ONCE if there is none."""
+    """The first of the evaluated picks with less than `goal` before it; AT_ONCE if there is none."""
     place = tl.arange(0, PICKS)
     fits = (place < AT_ONCE) & (tl.load(known + BEFORE + place) < goal)
     return tl.min(tl.where(fits, place, AT_ONCE), 0)

@@ -1,11 +1,11 @@
-"""Logits after what a request asks to be done to them, in two launches: a copy in float32, then its own ids and lists, a program a row.
+"""Logit edits in two launches: a copy in float32, then the ids and lists of each request, one program per row.
 
-    lay_out       scores = logits, or -inf where some ids only are allowed; marks = 0      every token
-    edit_rows     allowed ids -> bans -> bias -> penalties                                 only tokens that are named
+    lay_out       scores = logits, or -inf if only some ids are allowed; marks = 0         every token
+    edit_rows     allowed ids -> bans -> bias -> penalties                                 only listed tokens
 
-`marks` [n, V] says of a token that it is banned, or where in the row it was met: all of its places mark it, and the one that takes
-the mark away applies the penalty, so that an id met often is penalised once, by its count. What the host knows of a row's ids is not
-asked for: it may be a step behind.
+`marks` [n, V] stores that a token is banned, or an index where it occurs in the row: all its occurrences mark it, and the one that
+removes the mark applies the penalty, so that an id is penalised once, by its count. Ids are read on the device, because the host's
+copy may be a step behind.
 """
 
 import torch
@@ -22,7 +22,7 @@ AT_ALLOWED, AT_BIAS, AT_ENDS, AT_WORDS, AT_LONGEST = map(
 AT_MIN_TOKENS, AT_REPETITION, AT_FREQUENCY, AT_PRESENCE, HEAD = map(
     tl.constexpr, (words.MIN_TOKENS, words.REPETITION, words.FREQUENCY, words.PRESENCE, words.HEAD)
 )
-IN_PROMPT = tl.constexpr(1 << 29)  # in a mark; below it, how often the output has the token
+IN_PROMPT = tl.constexpr(1 << 29)  # in a mark; the bits below count the token in the output
 BANNED = tl.constexpr(1 << 30)
 
 
@@ -49,10 +49,10 @@ def lay_out(logits, entries, scores, marks, VOCAB: tl.constexpr, STRIDE: tl.cons
 
 @triton.jit
 def completing(starts, ids, word, num_words, longest, output, length, VOCAB: tl.constexpr):
-    """The last id of each word, and whether all before it stand at the end of the output. word: [CHUNK]"""
+    """The last id of each word, and whether the output ends with all ids before it. word: [CHUNK]"""
     inside = word < num_words
     start = tl.load(starts + word, mask=inside, other=0)
-    size = tl.load(starts + word + 1, mask=inside, other=1) - start - 1  # of what comes before the last
+    size = tl.load(starts + word + 1, mask=inside, other=1) - start - 1  # ids before the last
     stands = inside & (size <= length)
     for place in range(longest - 1):
         compared = stands & (place < size)
@@ -99,8 +99,8 @@ def edit_rows(
         token = tl.load(allowed + at + lane, mask=inside, other=VOCAB)
         inside = inside & (token < VOCAB)
         tl.store(scores + token, tl.load(logits + token, mask=inside, other=0.0).to(tl.float32), mask=inside)
-    left = num_allowed == 0  # whether the bans leave anything; if not, they are lifted
-    for applied in tl.static_range(2):  # banned ids are marked, then their scores go
+    left = num_allowed == 0  # whether any id remains after the bans; if not, they are ignored
+    for applied in tl.static_range(2):  # banned ids are marked, then their scores are removed
         for at in range(0, num_words, CHUNK):
             token, banned = completing(
                 starts, starts + num_words + 1, at + lane, num_words, tl.load(ask + AT_LONGEST), ids + prompt, length, VOCAB
@@ -115,7 +115,7 @@ def edit_rows(
             tl.store(marks + token, tl.full([CHUNK], 0 if applied else BANNED, tl.int32), mask=banned)
             if applied:
                 tl.store(scores + token, tl.full([CHUNK], float("-inf"), tl.float32), mask=banned & left)
-        tl.debug_barrier()  # what other threads wrote is read next
+        tl.debug_barrier()  # makes writes of other threads visible
         if not applied:
             for at in range(0, num_allowed, CHUNK):
                 inside = at + lane < num_allowed
@@ -156,14 +156,14 @@ def edit_rows(
 
 def edit_logits(
     logits: Tensor,  # [P, V]
-    entries: list[int],  # which of these
-    rows: list[int],  # the row of each
-    asks: list[Tensor],  # what each asks for, packed, int32
+    entries: list[int],  # which rows of logits
+    rows: list[int],  # the table row of each
+    asks: list[Tensor],  # the edits of each, packed, int32
     token_ids: Tensor,  # [rows, positions]
-    num_tokens: Tensor,  # [rows], the provisional one among them
+    num_tokens: Tensor,  # [rows], including the provisional one
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """The adjusted logits of the entries, [len(entries), V] float32."""
+    """Returns the adjusted logits of these scheduled rows, [len(entries), V] float32."""
     assert logits.stride(1) == 1 and token_ids.stride(1) == 1
     row_step = token_ids.stride(0)
     assert {num_tokens.stride(0), num_prompt.stride(0)} == {row_step}

@@ -1,11 +1,11 @@
-"""Where the id of each row stands, and the best of the row, without ordering it.
+"""Computes the rank of the id of each row, and the best tokens of the row, without sorting it.
 
     find_tops   the largest logit of every 64 tokens                                      one pass
-    stand       the mass of the row, and how many tokens are nearer than the id           one pass
-    nearest     `count` groups have a token up to the count-th smallest of their least distances: those tokens are collected,
-                and taken out one by one. They always fit: fewer than `count` groups have nearer ones, and equals are counted
+    stand       the total probability of the row, and how many tokens are nearer          one pass
+    nearest     `count` groups have a token up to the count-th smallest of their minimum distances: those tokens are collected,
+                and taken out one by one. They always fit: fewer than `count` groups have nearer ones, and ties are counted
 
-More than MOST are ordered by torch, over keys of bits and id.
+More than MOST are sorted by torch, over keys of bits and id.
 """
 
 import torch
@@ -31,7 +31,7 @@ from octavo.kernels.triton.sampling.distances import (
 )
 
 MOST = CAPACITY // (GROUP + 1)  # near tokens that are certain to fit
-KEYS_AT_ONCE = 2**24  # of those that torch orders: 128 MiB
+KEYS_AT_ONCE = 2**24  # of those that torch sorts: 128 MiB
 
 
 @triton.jit(do_not_specialize=["ids_step"], do_not_specialize_on_alignment=["ids"])
@@ -109,7 +109,7 @@ def nearest(
 
 
 def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
-    """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    """Returns the rank of each row's id, and the row's `count` best. logits: [S, V]; ids: [S]"""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     count, by_torch = min(count, vocab), count > MOST
@@ -119,7 +119,7 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
     sums = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     members = torch.empty(2, rows, CAPACITY, dtype=torch.int32, device=device)
-    ranks, totals = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))  # each aligned, whatever their number
+    ranks, totals = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))  # separate tensors, so that each is aligned
     found = Ranking(
         chosen=torch.empty(rows, device=device), ranks=ranks, totals=totals,
         near=torch.empty(rows, count, device=device), near_ids=torch.empty(rows, count, dtype=torch.int64, device=device),
@@ -144,7 +144,7 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
 
 
 def _order(logits: Tensor, near: Tensor, near_ids: Tensor) -> None:
-    """The best of each row in the order (distance, id). logits: [S, V]; near, near_ids: [S, count], filled"""
+    """Fills in the best of each row in the order (distance, id). logits: [S, V]; near, near_ids: [S, count]"""
     distance = logits.float().amax(-1, keepdim=True) - logits.float()
     bits = distance.abs_().view(torch.int32).to(torch.int64)
     keys = bits.bitwise_left_shift_(32).bitwise_or_(torch.arange(logits.shape[1], device=logits.device))

@@ -1,9 +1,9 @@
-"""Drawing one id a row: argmax of logits, or of logits / temperature plus Gumbel noise, in two passes over [S, V].
+"""Samples one id per row: argmax of logits, or of logits / temperature plus Gumbel noise, in two passes over [S, V].
 
-    blocks   (row, TILE tokens) -> the block's largest logit, its best score below that, and whose it is
-    rows     the blocks of a row, each lowered by how far its largest logit lies below the row's
+    blocks   (row, TILE tokens) -> the block's largest logit, its best score relative to that, and its id
+    rows     the blocks of a row, each lowered by the distance of its largest logit from the row's
 
-Scores are counted from the largest logit, so that no temperature can overflow the best one. Noise comes from the counters of
+Scores are relative to the largest logit, so that no temperature can overflow the best one. Noise comes from the counters of
 `kernels/reference/philox.py`, bit for bit: one counter serves four neighbouring tokens. Equal scores go to the lower id; a row
 that is not finite still yields a valid one.
 """
@@ -105,11 +105,11 @@ def best_of_rows(tops, scores, ids, temperature, out, BLOCKS: tl.constexpr, PADD
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-    """One id a row, [S] int64. logits: [S, V]; temperature: [S] float32, 0 is argmax; noise: [S, 4]; positions: [S]"""
+    """Returns one id per row, [S] int64. logits: [S, V]; temperature: [S] float32, 0 is argmax; noise: [S, 4]; positions: [S]"""
     assert logits.stride(1) == 1 and noise.is_contiguous()
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, TILE)
-    tops, scores = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))  # each aligned, whatever their number
+    tops, scores = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))  # separate tensors, so that each is aligned
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:

@@ -1,1 +1,1 @@
-"""The rest of a step: rows, copies, cache writes, norms and activations."""
+"""The other kernels of a step: rows, copies, cache writes, norms and activations."""

@@ -1,4 +1,4 @@
-"""The gate of an MLP, a tile of a row a program: silu(gate) * up, gelu(gate) * up, or gpt-oss' gate of clamped numbers."""
+"""The gate of an MLP, one tile of a row per program: silu(gate) * up, gelu(gate) * up, or the clamped gate of gpt-oss."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 
 @triton.jit
 def gated(gate, up, kind: tl.constexpr, GATE: tl.constexpr):
-    """Two float32 tiles as one, rounded to `kind` before and after the product, as torch does; clamped numbers after it alone."""
+    """Gates two float32 tiles, rounded to `kind` before and after the product, as torch does; the clamped gate only after it."""
     if GATE == CLAMPED:
         low = tl.minimum(gate, LIMIT)
         result = (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1) * (low / (1 + tl.exp(-SLOPE * low)))
@@ -54,7 +54,7 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2 * size], gate then up -> gelu(gate) * up [T, size], with the GELU that is made of a tanh."""
+    """x [T, 2 * size], gate then up -> gelu(gate) * up [T, size], with the tanh approximation of GELU."""
     return gate_and_mul(x, "geglu")
 
 

@@ -1,4 +1,4 @@
-"""Logits scaled and capped where they lie, a tile of all of them a program."""
+"""Scales and caps logits in place, one tile per program."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def scale_tile(logits, scale, cap, count, CAPPED: tl.constexpr, TILE: tl.constex
 
 
 def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Scales logits in place, and then makes them cap * tanh(logits / cap)."""
+    """Scales logits in place, and then caps them: cap * tanh(logits / cap)."""
     assert logits.is_contiguous()
     if logits.numel():
         scale_tile[(triton.cdiv(logits.numel(), TILE),)](

@@ -1,4 +1,4 @@
-"""Residual add and RMS norms in one pass: a program holds a whole row. Roundings are those of the twins.
+"""Residual add and RMS norms in one pass: a program holds a whole row. Rounding matches the references.
 
     x ---> [norm after] ---> * scale ---> + residual ---> stream ---> [norm before the next sub-layer] ---> out
 """
@@ -13,19 +13,19 @@ from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 @triton.jit
 def weighted(wide, weight, kind: tl.constexpr):
-    """Numbers in float32 times a norm's weight, as `kind`. They are rounded to the weight's dtype first."""
+    """Float32 values times a norm's weight, as `kind`. They are rounded to the weight's dtype first."""
     return (wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(kind)
 
 
 @triton.jit
 def normed(wide, weight, eps, SIZE: tl.constexpr, kind: tl.constexpr):
-    """A row [PADDED] float32, zero past SIZE, normalised and weighted, as `kind`."""
+    """A row [PADDED] float32, zero after SIZE, normalised and weighted, as `kind`."""
     return weighted(wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps), weight, kind)
 
 
 @triton.jit
 def added(x, residual, after, eps, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, SCALED: tl.constexpr):
-    """A row of the new residual stream, out of a sub-layer's row and the stream's."""
+    """A row of the new residual stream, from a row of a sub-layer's output and of the stream."""
     kind = x.dtype
     if AFTER:
         x = normed(x.to(tl.float32), after, eps, SIZE, kind)
@@ -68,7 +68,7 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, size], normalised"""
+    """Returns x [T, size] normalised."""
     return _add_norm(x, None, None, weight, eps, 1.0)[0]
 
 

@@ -1,6 +1,6 @@
-"""Around a forward: changes into the rows, a step's tensors out of them, results back into them. A program takes an entry.
+"""The kernels around a forward: updates of the rows, a step's tensors from them, results back into them. One program per scheduled row.
 
-Run-time sizes are never specialised on, so that no batch compiles anything.
+Run-time sizes are never specialised, so that no batch causes a compilation.
 """
 
 import triton
@@ -52,7 +52,7 @@ def prepare_entries(
     entry = tl.program_id(0)
     lane = tl.arange(0, TILE)
     begin = tl.load(query_start + entry)
-    if entry == num_entries:  # the tokens behind the last entry
+    if entry == num_entries:  # the tokens after the last scheduled row
         for at in range(begin, num_tokens, TILE):
             inside = at + lane < num_tokens
             nothing = tl.zeros([TILE], tl.int64)
@@ -95,11 +95,11 @@ def prepare_entries(
 
 @triton.jit
 def finite_tokens(states, flags, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Whether all of a token's numbers are finite: 1 or 0."""
+    """Whether all of a token's values are finite: 1 or 0."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     values = tl.load(states + token * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    tl.store(flags + token, tl.min((tl.abs(values) < float("inf")).to(tl.int32), 0))  # false for what is no number, too
+    tl.store(flags + token, tl.min((tl.abs(values) < float("inf")).to(tl.int32), 0))  # false for NaN, too
 
 
 @triton.jit(do_not_specialize=["width", "tokens_at"])
@@ -123,15 +123,15 @@ def finish_entries(words, query_start, rows, samples, ids, flags, last, result, 
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Runs of words from one flat tensor to another; no run has more than `longest`.
+    """Copies runs of int32 values from one flat tensor to another; no run has more than `longest`.
 
-    runs: place in source, place in target, count, [N, 3] int64
+    runs: index in source, index in target, count, [N, 3] int64
     """
     copy_runs[(len(runs), triton.cdiv(longest, TILE))](source, target, runs, TILE=TILE, num_warps=4)
 
 
 def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
-    """Fills the tensors of a step out of the rows. words: [rows, width] int32"""
+    """Fills the tensors of a step from the rows. words: [rows, width] int32"""
     assert layout.links == (1,) * layout.groups, "the kernel has one size of blocks for all groups"
     entries = len(step.row)
     prepare_entries[(entries + 1,)](
@@ -143,9 +143,9 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
 
-    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    states: of all tokens [T, any size]; hidden: of the last token of each scheduled row [entries, size], which may be the same tensor
     """
     flags = _finite(states, words)
     last = flags if states is hidden else _finite(hidden, words)

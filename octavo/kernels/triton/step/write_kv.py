@@ -1,11 +1,11 @@
-"""New tokens into the cache: norm of q and k (optional), rotation, and the write of k and v to their slots, in one kernel.
+"""Writes new tokens to the cache: norm of q and k (optional), rotation, and the write of k and v to their slots, in one kernel.
 
     qkv    [T, q: heads | k: kv_heads | v: kv_heads]      q and k are normed and rotated in place; k and v go to the cache
-    a head [ first: HALF | second: HALF | rest ]          first and second are turned together; without rotation they only stand apart
+    a head [ first: HALF | second: HALF | rest ]          first and second are rotated together; without rotation they are only separated
 
-So prefill finds this step's keys and values side by side in qkv, without a look at the tables. One program takes one token's q,
-k or v with all its heads, so that a norm over all of them (WHOLE) costs no more than one over each. Roundings are those of the
-twin: after the norm, after its weight, after the rotation.
+So prefill finds this step's keys and values contiguous in qkv, without reading the tables. One program processes one token's q,
+k or v with all its heads, so that a norm over all of them (WHOLE) costs no more than one over each. Rounding matches the
+reference: after the norm, after its weight, after the rotation.
 """
 
 import torch
@@ -21,7 +21,7 @@ from octavo.kernels.triton.step.norm import weighted
 
 @triton.jit
 def load_head(base, half, tail, present, HALF: tl.constexpr, DIM: tl.constexpr):
-    """(first, second, rest) of what begins at `base`; rest is of no use where there is none."""
+    """(first, second, rest) of the head at `base`; rest is unused if there is none."""
     first = tl.load(base + half, mask=present & (half < HALF), other=0.0)
     second = tl.load(base + HALF + half, mask=present & (half < HALF), other=0.0)
     rest = first
@@ -40,7 +40,7 @@ def store_head(base, half, tail, present, first, second, rest, HALF: tl.constexp
 
 @triton.jit
 def rms_scale(first, second, rest, eps, num_heads, HALF: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr):
-    """[heads, 1], or [1, 1] of all heads."""
+    """The inverse RMS: [heads, 1], or [1, 1] for all heads together."""
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     if 2 * HALF < DIM:
         squares += tl.sum(rest * rest, 1)
@@ -112,7 +112,7 @@ def write(
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, of qkv's dtype or float32, eps
-    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
+    cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
