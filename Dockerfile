@@ -10,7 +10,7 @@ ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . /source
-RUN python -m pip install --quiet -c /source/requirements/dev.txt build cmake ninja scikit-build-core
+RUN python -m pip install --quiet -c /source/requirements/base.txt -r /source/requirements/build.txt
 RUN /source/.ci/wheel python /dist
 
 # The CPU build of torch has an index of its own.

@@ -1,4 +1,5 @@
-"""Draws the charts of docs/figures.md and writes the tables there and in README.md. Every number comes from a table of docs/performance.md.
+"""Draws the charts of docs/figures.md, and writes the table in README.md and the dates there and in docs/figures.md. Every number comes
+from a table of docs/performance.md.
 
     python docs/figures.py
 
@@ -6,13 +7,13 @@ Run it after a change of those tables; a test compares what is written with what
 """
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parent
-RECORDED = "2026-11-15"
 
 CPU_TABLE = "single, out tok/s"  # headings that tell the tables of docs/performance.md apart
 PAIRS_TABLE = "median of three pairs"
@@ -31,7 +32,14 @@ SAME_LOADS = {  # in words -> its name in the table of the CPU, and in that of t
     "prompts in": ("prefill", "prompts in"),
     "requests that share a prefix": ("shared32", "shared prefix"),
 }
-GPU_LOADS = ("one stream", "256 requests", "1,024 requests", "prompts in", "shared prefix")
+GPU_MODELS = {  # the row of the table -> its name in a chart, and the loads that were run
+    "0.6B": ("Qwen3-0.6B", ("one stream", "256 requests", "1,024 requests", "prompts in", "shared prefix")),
+    "8B": ("Qwen3-8B", ("one stream", "256 requests", "1,024 requests", "prompts in", "shared prefix")),
+    "30B-A3B": ("Qwen3-30B-A3B", ("one stream", "256 requests", "prompts in")),
+    "gpt-oss-20b": ("gpt-oss-20b", ("one stream", "256 requests", "prompts in")),
+}
+NOT_RUN = "not run"
+TEXT_WIDTH = 120
 CPU_PEERS = {  # the row of the table -> the name in a chart
     "Octavo (15 runs)": "Octavo",
     "llama.cpp (3)": "llama.cpp",
@@ -41,7 +49,7 @@ CPU_PEERS = {  # the row of the table -> the name in a chart
     "transformers `generate` (3)": "transformers",
 }
 CPU_MACHINE = "Two cores of a Xeon (Sapphire Rapids class, AVX-512 and AMX), SmolLM2-135M-Instruct"
-GPU_MACHINE = "One H200, bfloat16, random weights of Qwen3's shapes, temperature 0.6"
+GPU_MACHINE = "H200, random weights in the shapes of these models, bfloat16 (gpt-oss-20b: MXFP4)"
 
 Table = dict[str, dict[str, str]]  # row -> heading -> cell
 
@@ -166,7 +174,7 @@ def cpu_chart(markdown: str) -> str:
         panels.append(Panel(f"{said} ({load}), tokens/s", [Bar(name, value(cell), spread(cell)) for name, cell in cells.items()]))
     small = [
         f"{CPU_MACHINE}. Weights: Q4_1 (Octavo, llama.cpp), int8 (OpenVINO), bfloat16 (others).",
-        f"Medians; the thin line runs from the slowest to the fastest run. Recorded {RECORDED}.",
+        f"Medians; the thin line runs from the slowest to the fastest run. Recorded {recorded(rows)}.",
     ]
     return draw("On two CPU cores", panels, small)
 
@@ -174,71 +182,107 @@ def cpu_chart(markdown: str) -> str:
 def gpu_chart(markdown: str) -> str:
     rows = table_with(GPU_TABLE, markdown)
     panels = []
-    for load in GPU_LOADS:
-        for model in ("0.6B", "8B"):
-            row = rows[f"{model}, {load}"]
-            bars = [Bar(name, value(column(row, name))) for name in ("Octavo", "vLLM", "nano-vllm")]
-            panels.append(Panel(f"Qwen3-{model}, {load}, tokens/s", bars))
-    small = [f"{GPU_MACHINE}. One round each, after a warm-up.", f"vLLM 0.25.1, nano-vllm with FA3. Recorded {RECORDED}."]
+    for pair in (("0.6B", "8B"), ("30B-A3B", "gpt-oss-20b")):
+        for load in GPU_MODELS[pair[0]][1]:
+            for model in pair:
+                bars = [Bar(name, rate) for name, rate in rates(rows[f"{model}, {load}"]).items()]
+                panels.append(Panel(f"{GPU_MODELS[model][0]}, {load}, tokens/s", bars))
+    small = [f"{GPU_MACHINE}. vLLM 0.25.1, nano-vllm with FA3.", f"One round each, after a warm-up. Recorded {recorded(rows)}."]
     return draw("On one H200", panels, small)
+
+
+def rates(row: dict[str, str]) -> dict[str, float]:
+    """Engine -> tokens per second, of those that were run."""
+    cells = {name: column(row, name) for name in ("Octavo", "vLLM", "nano-vllm")}
+    return {name: value(cell) for name, cell in cells.items() if cell != NOT_RUN}
+
+
+def recorded(rows: Table) -> str:
+    """The first and the last day on which a row was recorded."""
+    days = sorted(day for row in rows.values() for day in re.findall(r"\d{4}-\d\d-\d\d", row["recorded"]))
+    return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
 
 
 # -- tables
 
 
+Cells = dict[str, tuple[float, str, float, float]]  # load -> Octavo, the fastest other engine, its rate, their ratio
+
+
 def against_the_fastest(markdown: str) -> str:
-    """One row a load, one column a machine: Octavo, and the fastest of its peers there."""
-    places = [_cpu_cells(markdown), _gpu_cells(markdown, "0.6B"), _gpu_cells(markdown, "8B")]
-    lines = ["| tokens/s | two CPU cores, SmolLM2-135M | H200, Qwen3-0.6B | H200, Qwen3-8B |", "|---|---|---|---|"]
+    """One row a load, one column a model: Octavo, and the fastest of its peers. Below: where that one is faster, and the dates."""
+    places = [_cpu_cells(markdown), *(_gpu_cells(markdown, model) for model in GPU_MODELS)]
+    titles = ["two CPU cores, SmolLM2-135M", *(f"H200, {name}" for name, _ in GPU_MODELS.values())]
+    lines = [f"| tokens/s | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for load, (on_cpu, on_gpu) in SAME_LOADS.items():
-        cells = [places[0].get(on_cpu, "not run"), places[1][on_gpu], places[2][on_gpu]]
+        cells = [_cell(places[0].get(on_cpu), "in pairs "), *(_cell(place.get(on_gpu)) for place in places[1:])]
         lines.append(f"| {load} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", textwrap.fill(f"{_slower(places, titles)} {dates(markdown)}", TEXT_WIDTH, break_on_hyphens=False)])
 
 
-def _cpu_cells(markdown: str) -> dict[str, str]:
+def _cell(found: tuple[float, str, float, float] | None, how: str = "") -> str:
+    if found is None:
+        return NOT_RUN
+    ours, name, best, ratio = found
+    return f"**{ours:,g}**, {name} {best:,g} ({how}{ratio:.2f}x)"
+
+
+def _slower(places: Sequence[Cells], titles: Sequence[str]) -> str:
+    """Names every load on which another engine is faster."""
+    words = {name: load for load, names in SAME_LOADS.items() for name in names}
+    cells = [(title, words[load], cell) for place, title in zip(places, titles) for load, cell in place.items()]
+    found = [f"{load} on {title} ({name}, {ratio:.2f}x)" for title, load, (_, name, _, ratio) in cells if ratio < 1]
+    return f"Another engine is faster at: {'; '.join(found)}."
+
+
+def dates(markdown: str) -> str:
+    cpu, gpu = (recorded(table_with(heading, markdown)) for heading in (CPU_TABLE, GPU_TABLE))
+    return f"Recorded on the CPU {cpu}, on the H200 {gpu}."
+
+
+def _cpu_cells(markdown: str) -> Cells:
     """The ratio is the median over runs that followed each other, so it is not the quotient of the two medians."""
     rows, pairs = table_with(CPU_TABLE, markdown), table_with(PAIRS_TABLE, markdown)
     names = {"llama.cpp": "llama.cpp (3)", "OpenVINO": "OpenVINO GenAI (3)", "vLLM": "vLLM CPU 0.32, compiled (3)"}
-    cells = {}
+    cells: Cells = {}
     for load in CPU_LOADS:
-        found = re.fullmatch(r"([\d.]+x) \((.*)\)", column(pairs["the best of each column"], load))
+        found = re.fullmatch(r"([\d.]+)x \((.*)\)", column(pairs["the best of each column"], load))
         assert found is not None
         ours, best = (value(column(rows[row], load)) for row in ("Octavo (15 runs)", names[found[2]]))
-        cells[load] = f"**{ours:,g}**, {found[2]} {best:,g} ({found[1]})"
+        cells[load] = ours, found[2], best, float(found[1])
     return cells
 
 
-def _gpu_cells(markdown: str, model: str) -> dict[str, str]:
+def _gpu_cells(markdown: str, model: str) -> Cells:
     rows = table_with(GPU_TABLE, markdown)
-    cells = {}
-    for load in GPU_LOADS:
-        row = rows[f"{model}, {load}"]
-        rates = {name: value(column(row, name)) for name in ("vLLM", "nano-vllm")}
-        name = max(rates, key=lambda peer: rates[peer])
-        ours = value(column(row, "Octavo"))
-        cells[load] = f"**{ours:,g}**, {name} {rates[name]:,g} ({ours / rates[name]:.2f}x)"
+    cells: Cells = {}
+    for load in GPU_MODELS[model][1]:
+        found = rates(rows[f"{model}, {load}"])
+        ours = found.pop("Octavo")
+        name, best = max(found.items(), key=lambda peer: peer[1])
+        cells[load] = ours, name, best, ours / best
     return cells
 
 
-def in_place(document: str, table: str) -> str:
-    """The document with `table` between its marks."""
+def in_place(document: str, text: str) -> str:
+    """The document with `text` between its marks."""
     start, end = "<!-- figures: made by docs/figures.py -->\n", "<!-- end of figures -->"
     before, _, rest = document.partition(start)
     _, found, after = rest.partition(end)
     if not found:
-        raise ValueError("the document has no marks for the table")
-    return f"{before}{start}{table}\n{end}{after}"
+        raise ValueError("the document has no marks for figures")
+    return f"{before}{start}{text}\n{end}{after}"
 
 
 def made() -> dict[Path, str]:
     """Every file this script writes, with its text."""
     markdown = (DOCS / "performance.md").read_text()
-    readme = DOCS.parent / "README.md"
+    readme, page = DOCS.parent / "README.md", DOCS / "figures.md"
     return {
         DOCS / "figures_cpu.svg": cpu_chart(markdown),
         DOCS / "figures_gpu.svg": gpu_chart(markdown),
         readme: in_place(readme.read_text(), against_the_fastest(markdown)),
+        page: in_place(page.read_text(), dates(markdown)),
     }
 
 

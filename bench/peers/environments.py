@@ -33,7 +33,7 @@ class Environment:
 
 def pinned(package: str) -> str:
     """`package==version`, as this project pins it."""
-    text = "".join((REQUIREMENTS / name).read_text(encoding="utf-8") for name in ("base.txt", "dev.txt"))
+    text = "".join((REQUIREMENTS / name).read_text(encoding="utf-8") for name in ("base.txt", "build.txt", "dev.txt"))
     found = re.search(rf"^{re.escape(package)}==\S+", text, re.MULTILINE)
     assert found, f"requirements/ does not pin {package}"
     return found.group()

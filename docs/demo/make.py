@@ -1,9 +1,11 @@
-"""Makes this folder: the page's own files, started by `demo.js` instead of `main.js`, with a recording of the lesson.
+"""Builds the demo: the files of octavo/web, started by `demo.js` instead of `main.js`. It plays the recorded lesson without a server.
 
-    python docs/demo/make.py               copies the page; keeps the recording that is there
-    python docs/demo/make.py --record      also records the lesson again, on real engines with the default model; takes three minutes
+    python3 docs/demo/make.py              writes build/demo; needs nothing but Python
+    python3 -m http.server 8080 --directory build/demo
 
-Any static host can show it: `python -m http.server 8080`, then http://127.0.0.1:8080/docs/demo/.
+    python docs/demo/make.py --record      records the lesson again first, on real engines with the default model; takes three minutes
+
+Any static host can show the folder, also below its top.
 """
 
 import argparse
@@ -18,8 +20,9 @@ import urllib.request
 from pathlib import Path
 from typing import BinaryIO
 
-HERE = Path(__file__).parent
-WEB = HERE.parents[1] / "octavo" / "web"
+ROOT = Path(__file__).resolve().parents[2]
+WEB = ROOT / "octavo" / "web"
+DEMO = ROOT / "build" / "demo"
 RECORDING = WEB / "lesson.ndjson"
 PAUSE_SECONDS = 1.0  # between scenes
 ENTRY, DEMO_ENTRY = 'src="./web/main.js"', 'src="./web/demo.js"'
@@ -60,18 +63,20 @@ def record() -> None:
     print(f"{RECORDING.name}: {RECORDING.stat().st_size:,} bytes")
 
 
-def copy() -> None:
-    shutil.rmtree(HERE / "web", ignore_errors=True)
-    shutil.copytree(WEB, HERE / "web", ignore=shutil.ignore_patterns("index.html", "__pycache__"))
+def build(folder: Path) -> None:
+    """Writes the demo there; what was in the folder is removed."""
     page = (WEB / "index.html").read_text()
     if page.count(ENTRY) != 1:
         raise SystemExit(f"octavo/web/index.html should have {ENTRY} once")
-    (HERE / "index.html").write_text(page.replace(ENTRY, DEMO_ENTRY))
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(WEB, folder / "web", ignore=shutil.ignore_patterns("index.html", "__pycache__"))
+    (folder / "index.html").write_text(page.replace(ENTRY, DEMO_ENTRY))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--record", action="store_true", help="record the lesson again first")
     if parser.parse_args().record:
         record()
-    copy()
+    build(DEMO)
+    print(f"{DEMO.relative_to(ROOT)}: show it with `python3 -m http.server 8080 --directory {DEMO.relative_to(ROOT)}`")

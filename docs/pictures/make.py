@@ -22,6 +22,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from docs.demo.make import DEMO, build
+
 HERE = Path(__file__).parent
 DESK = {"width": 1360, "height": 850}
 PHONE = {"width": 390, "height": 844}
@@ -129,7 +131,8 @@ class QuietFiles(SimpleHTTPRequestHandler):
 
 
 def demo(browser: Browser) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(HERE.parent / "demo"))) as host:
+    build(DEMO)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(DEMO))) as host:
         threading.Thread(target=host.serve_forever, daemon=True).start()
         with opened(browser, f"http://127.0.0.1:{host.server_port}/") as page:
             shoot(page, "demo")

@@ -1,4 +1,4 @@
-/* The page without a server (docs/demo): it says what Octavo is, and plays the recorded lesson. There is no chat, and nothing is asked of a server.
+/* The page without a server (docs/demo/make.py builds it): it says what Octavo is, and plays the recorded lesson. There is no chat, and nothing is asked of a server.
 
 `?replay=FILE` plays another recording that lies beside the page; so does a file that is opened or dropped here. */
 

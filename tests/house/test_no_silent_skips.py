@@ -54,6 +54,7 @@ def run_suite(folder: Path, ci: str, files: dict[str, str], *options: str) -> su
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
+# promise: linux-aarch64-suite
 def test_every_kind_of_skip_fails_in_ci_but_that_of_a_gpu_test(tmp_path: Path) -> None:
     run = run_suite(tmp_path, "true", {"test_a.py": ALLOWED, "test_b.py": FORBIDDEN, "test_c.py": WHOLE_MODULE})
     assert "1 failed, 1 passed, 1 skipped, 1 xfailed, 3 errors" in run.stdout
@@ -61,6 +62,7 @@ def test_every_kind_of_skip_fails_in_ci_but_that_of_a_gpu_test(tmp_path: Path) -
     assert run.returncode == 1
 
 
+# promise: linux-aarch64-suite
 def test_a_skip_in_a_worker_process_fails_in_ci(tmp_path: Path) -> None:
     run = run_suite(tmp_path, "true", {"test_b.py": FORBIDDEN}, "-p", "xdist", "-n", "1")
     assert "1 failed, 2 errors" in run.stdout

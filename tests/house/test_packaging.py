@@ -51,7 +51,6 @@ def test_nothing_is_built_with_cuda() -> None:
     assert "CUDA" not in (ROOT / "CMakeLists.txt").read_text()
 
 
-# promise: linux-aarch64-native, linux-aarch64-suite
 def test_ci_runs_every_check_in_turn() -> None:
     lines = (ROOT / ".ci/run").read_text().splitlines()
     assert [line for line in lines if line.startswith("make ")] == ["make test", "make sanitize", "make cross", "make package"]

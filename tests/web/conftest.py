@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cli.processes import ROOT
+from docs.demo.make import build
 from tests.support.chromium import launch
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
@@ -116,10 +116,9 @@ def plain_files(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A static host that has docs/demo, not at its top."""
+    """A static host that has the demo, not at its top."""
     top = tmp_path_factory.mktemp("host")
-    (top / "some").mkdir()
-    (top / "some" / "where").symlink_to(ROOT / "docs" / "demo")
+    build(top / "some" / "where")
     with plain_files(top) as url:
         yield f"{url}/some/where/"
 

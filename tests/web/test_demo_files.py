@@ -1,6 +1,10 @@
-"""docs/demo is the page as it is now, with a lesson as it is now: `python docs/demo/make.py` makes it so again."""
+"""The demo is the page with a start of its own, and its recorded lesson is the lesson as it is now (`docs/demo/make.py --record`)."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,20 +12,21 @@ from octavo.server.lesson import SCENES
 from octavo.server.web import FOLDER
 from tests.cli.processes import ROOT
 
-DEMO = ROOT / "docs" / "demo"
 
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_the_demo_is_the_page_file_by_file_with_a_start_of_its_own() -> None:
-    page = files(FOLDER)
-    index = page.pop("index.html")
-    assert (DEMO / "index.html").read_bytes() == index.replace(b"/main.js", b"/demo.js")
-    demo = files(DEMO / "web")
-    assert sorted(demo) == sorted(page)
-    assert [name for name in page if demo[name] != page[name]] == []
+def test_the_demo_is_built_in_a_fresh_clone_by_a_python_without_packages(tmp_path: Path) -> None:
+    """A later build removes what the one before left."""
+    shutil.copytree(FOLDER, tmp_path / "octavo/web")
+    shutil.copytree(ROOT / "docs/demo", tmp_path / "docs/demo")
+    left = tmp_path / "build/demo/web/left.js"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    subprocess.run([sys.executable, "-I", "-S", "docs/demo/make.py"], cwd=tmp_path, check=True, timeout=60)
+    demo = tmp_path / "build/demo"
+    start = (demo / "index.html").read_text()
+    asked = set(re.findall(r'(?:src|href)="\./([^"]+)"', start))
+    assert "web/demo.js" in asked and "web/main.js" not in asked
+    assert [name for name in asked if not (demo / name).is_file()] == []
+    assert (demo / "web/lesson.ndjson").is_file() and not left.exists()
 
 
 def test_the_recorded_lesson_has_the_scenes_that_there_are() -> None:

@@ -62,6 +62,7 @@ def test_the_choice_says_why_and_what_an_idle_gpu_would_need(found: Found, why: 
     assert str(refusal.value) == f"--device is cuda, but no GPU can be used: {why}; --device auto takes the CPU then"
 
 
+# promise: environment-cuda-visible
 def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, is_integrated=0)
@@ -160,6 +161,7 @@ def test_a_start_says_one_device_line_and_refuses_what_cannot_work(
         settled(EngineConfig())
 
 
+# promise: environment-cuda-visible
 @pytest.mark.parametrize(
     ("visible", "driver", "engine", "ranks", "seen"),
     [(None, 4, 0, 2, "0,1"), (None, 4, 1, 2, "2,3"), ("5, 7", 8, 1, 1, "7"), ("GPU-a,GPU-b", 0, 0, 1, "GPU-a"), (None, 0, 1, 1, None)],
@@ -177,6 +179,7 @@ def test_each_of_two_engines_sees_gpus_of_its_own(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
 
+# promise: environment-cuda-visible
 def test_more_engines_than_gpus_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(ConfigError, match="2 engines of 2 GPUs each need 4, and there are 3: lower --data-parallel-size"):
