@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config import calm_torch
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.version import __version__
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "PinnedPrefix", "RequestOutput", "SamplingParams",
-    "StructuredOutputs", "__version__",
+    "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 calm_torch()

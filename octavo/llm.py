@@ -29,7 +29,7 @@ from octavo.policy.door import check_pin, no_such_prefix, prefix_in_use
 from octavo.policy.pins import COMPUTE
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.grammar_text import check_limits
 from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
 from octavo.text.tokenizer import Tokenizer
@@ -277,7 +277,7 @@ class LLM:
     ) -> None:  # fmt: skip
         """Gives requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
-        checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
+        checked: StructuredOutputsParams | None = None  # the newest form, which the prompts of one call often share
         with self._turn():
             for index, request_id in enumerate(ids):
                 with prompt_named(index):

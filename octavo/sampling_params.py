@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.errors import RequestError
-from octavo.structured_outputs import StructuredOutputs, structured_outputs
+from octavo.structured_outputs import StructuredOutputsParams, structured_outputs
 
 MAX_SEED = 2**64 - 1
 # Numbers become float32 where they meet logits: a larger one would become infinite, a smaller one 0, which is as good unless it divides.
@@ -54,7 +54,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string, or the text of the end id
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     prompt_logprobs: int | None = None  # the same for every token of the prompt but its first; reads no cache
-    structured_outputs: StructuredOutputs | None = None  # the form the answer must have; a mapping with the same names is taken, too
+    structured_outputs: StructuredOutputsParams | None = None  # the form the answer must have; a mapping with the same names is taken, too
     greedy: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: the form an answer must have, checked for type and meaning at construction.
+"""`StructuredOutputsParams`: the form an answer must have, checked for type and meaning at construction.
 
 Exactly one of json (a schema), json_object, regex, choice and grammar (Lark, as llguidance reads it) is given. Whatever is kept is
 plain text, so that it can cross a process and be a key. Its length is bounded before anything else is done with it. Whether a schema,
@@ -19,7 +19,7 @@ MAX_CHOICES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
+class StructuredOutputsParams:
     json: str | None = None  # a JSON schema: an object or its text; kept as text
     json_object: bool = False  # any JSON object
     regex: str | None = None  # the whole answer matches it
@@ -51,18 +51,18 @@ class StructuredOutputs:
         return sum(map(len, self.choice)) + sum(len(text or "") for text in (self.json, self.regex, self.grammar))
 
 
-def structured_outputs(value: object) -> StructuredOutputs:
+def structured_outputs(value: object) -> StructuredOutputsParams:
     """One of these, also out of a mapping with the names of its fields, as a request's body has it."""
-    if isinstance(value, StructuredOutputs):
+    if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
         raise _bad(f"must be an object with one of json, json_object, regex, choice, grammar, got {type(value).__name__}")
-    known = {field.name for field in fields(StructuredOutputs)}
+    known = {field.name for field in fields(StructuredOutputsParams)}
     unknown = next((name for name in value if name not in known), None)
     if unknown is not None:
         raise _bad(f"has no field {str(unknown)[:40]!r}; there are {', '.join(sorted(known))}")
     given = {str(name): item for name, item in value.items() if item is not None}
-    return StructuredOutputs(**given)
+    return StructuredOutputsParams(**given)
 
 
 def _bad(what: str) -> RequestError:

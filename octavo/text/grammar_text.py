@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from octavo.errors import RequestError
-from octavo.structured_outputs import PARAM, StructuredOutputs
+from octavo.structured_outputs import PARAM, StructuredOutputsParams
 
 # one space, or a new line and its indentation
 WHITESPACE = r" ?|\n[ \t]{0,40}"
@@ -27,7 +27,7 @@ _INSIDE = {"/": r"\/", "\n": r"\n", "\r": r"\r", r"\d": "0-9"}
 _OUTSIDE = _INSIDE | {r"\d": "[0-9]"}
 
 
-def grammar_text(structured: StructuredOutputs) -> str:
+def grammar_text(structured: StructuredOutputsParams) -> str:
     if structured.json is not None:
         return _of_schema(json.loads(structured.json))
     if structured.json_object:
@@ -40,13 +40,13 @@ def grammar_text(structured: StructuredOutputs) -> str:
     return structured.grammar
 
 
-def joined_grammars(frame: str, parts: Mapping[str, StructuredOutputs]) -> str:
+def joined_grammars(frame: str, parts: Mapping[str, StructuredOutputsParams]) -> str:
     """Returns one text for several grammars: a Lark grammar that names the others, as in `start: @form`."""
     grammars = [{"lark_grammar": frame}, *(_part(name, one) for name, one in parts.items())]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _part(name: str, structured: StructuredOutputs) -> dict[str, object]:
+def _part(name: str, structured: StructuredOutputsParams) -> dict[str, object]:
     text = grammar_text(structured)
     if structured.kind in ("json", "json_object"):
         return {"name": name, **json.loads(text)["grammars"][0]}
@@ -109,7 +109,7 @@ def need_library() -> None:
         raise RequestError(f"{PARAM} needs the package llguidance, which is not installed: pip install llguidance", PARAM)
 
 
-def check_limits(structured: StructuredOutputs) -> None:
+def check_limits(structured: StructuredOutputsParams) -> None:
     """Raises RequestError if a limit is exceeded. The total length was checked when the object was made."""
     if structured.json is not None:
         _check_schema(json.loads(structured.json))

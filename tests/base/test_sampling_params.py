@@ -11,7 +11,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.cli.processes import ROOT, environment
 
 NAN, INF = math.nan, math.inf
@@ -73,7 +73,7 @@ def test_a_schema_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(json, "loads", read)
     text = json.dumps({"enum": list(range(20_000))})
-    assert len({StructuredOutputs(json=text) for _ in range(16)}) == 1 and len(reads) == 1
+    assert len({StructuredOutputsParams(json=text) for _ in range(16)}) == 1 and len(reads) == 1
 
 
 def test_every_field_a_user_can_set_is_checked() -> None:
@@ -85,7 +85,7 @@ UNDER_O = """
 import sys
 from tests.base.test_sampling_params import CASES
 from octavo.sampling_params import SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 assert False, "this line must be off"
 for name, value in CASES:
     try:

@@ -17,7 +17,7 @@ from octavo.llm import LLM
 from octavo.messages import LifeRecord
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, PinnedPrefix, RequestOutput, TextDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.docs.sources import GAP, ROOT, documents, helps, literals
 
 DOCS = ROOT / "docs"
@@ -57,7 +57,10 @@ def defaults_of(callable_or_class: Any) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("title", "described"),
-    [("LLM", LLM), ("SamplingParams", SamplingParams), ("BeamSearchParams", BeamSearchParams), ("StructuredOutputs", StructuredOutputs)],
+    [
+        ("LLM", LLM), ("SamplingParams", SamplingParams), ("BeamSearchParams", BeamSearchParams),
+        ("StructuredOutputsParams", StructuredOutputsParams),
+    ],
 )
 def test_every_setting_is_in_the_python_reference_with_its_default(title: str, described: Any) -> None:
     shown = {named(row[0]): ast.literal_eval(named(row[1])) for row in rows(section("python.md", title)) if len(row) == 3}
