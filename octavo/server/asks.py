@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError, TemplateError
+from octavo.inputs import Message
 from octavo.messages import Limits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar, held_to
@@ -28,7 +29,6 @@ from octavo.server.state import Server
 from octavo.server.threads import Kind
 from octavo.server_config import ServerConfig
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
-from octavo.text.prompt import Message
 from octavo.text.tools import ToolChoice
 
 SHORT_CHARS = 8192  # about a millisecond of work
