@@ -181,12 +181,12 @@ def test_streams_and_generate_may_take_turns(stories: str, depth: int) -> None:
 
 # promise: samplingparams-clone
 def test_params_that_are_changed_while_a_request_runs_change_later_requests_only(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24)
+    params = SamplingParams(temperature=0, max_tokens=24, stop="ball")
     stream = llm.stream(LONG, params)
     deltas = [next(stream)]
-    params.max_tokens, params.temperature, params.stop = 3, 1.5, ["a"]
-    assert len(joined([*deltas, *stream])[1]) == 24
-    assert len(llm.generate(LONG, params)[0].outputs[0].token_ids) <= 3
+    params.max_tokens, params.include_stop_str_in_output = 30, True
+    assert joined([*deltas, *stream])[0] == " outside in the park. One day, she saw a big, red "
+    assert text_of(llm.generate(LONG, params)[0]) == " outside in the park. One day, she saw a big, red ball"
 
 
 # --- opening and closing ---------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ PARAMS = SamplingParams(n=2, seed=3, max_tokens=12, ignore_eos=True, logprobs=1,
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine(endless: str) -> Iterator[AsyncLLM]:
+@pytest.fixture
+def engine(endless: str, engines_are_forked: None) -> Iterator[AsyncLLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OCTAVO_DEBUG", "check=1")
+        patch.setenv("OCTAVO_DEBUG", "check=1,forward.sleep=5")
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=endless, num_gpu_blocks_override=200, max_num_seqs=4))
     yield engine
     engine.shutdown()
@@ -114,6 +114,8 @@ def test_a_request_that_is_aborted_gives_a_last_output_that_says_so(engine: Asyn
 
 
 def test_leaving_a_loop_or_a_task_ends_the_request(engine: AsyncLLM) -> None:
+    before = stats(engine).generation_tokens
+
     async def work() -> None:
         async with aclosing(engine.generate(PROMPT, LONG)) as stream:
             async for output in stream:
@@ -126,6 +128,7 @@ def test_leaving_a_loop_or_a_task_ends_the_request(engine: AsyncLLM) -> None:
             await task
 
     run(engine, work)
+    assert stats(engine).generation_tokens - before < 400, "they went on"
 
 
 def test_what_is_wrong_with_a_request_is_said_by_name(engine: AsyncLLM) -> None:
