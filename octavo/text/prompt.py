@@ -108,7 +108,7 @@ class PromptEncoder:
             raise RequestError(f"chat_template must be the text of a template, not {type(given).__name__}", "chat_template")
         newest = self._given
         if newest is None or newest[0] != given:
-            newest = self._given = given, ChatTemplate(given, "chat_template", tokenizer.bos_token, tokenizer.eos_token)
+            newest = self._given = given, ChatTemplate(given, "this call", tokenizer.bos_token, tokenizer.eos_token)
         return newest[1]
 
     def default_system_prompt(self) -> str | None:

@@ -296,6 +296,22 @@ def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
             llm.chat(messages)
 
 
+def test_arguments_of_a_chat_are_refused_by_name(llm: LLM) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"chat_template": "{% if %}"}, "chat template of this call is not valid"),
+        ({"chat_template": 5}, "chat_template must be the text of a template, not int"),
+        ({"chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs must be an object, not list"),
+        ({"chat_template_kwargs": {"colour": True}}, "chat_template_kwargs has 'colour'; it may have enable_thinking"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false, got 'yes'"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ({"tools": {"type": "function"}}, "tools must be a list, not dict"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\] must be"),
+    ]
+    for arguments, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            llm.chat([{"role": "user", "content": "Hi"}], GREEDY, **arguments)
+
+
 # promise: llm-dtype-max
 def test_without_a_tokenizer_ids_go_in_and_out_and_text_is_refused(stories: str) -> None:
     with LLM(stories, skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
