@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict
 
-from octavo.errors import ConfigError, nearest
+from octavo.errors import ConfigError
 from octavo.model_config import is_json_object
+from octavo.vllm_names import SETTINGS, names_explained, refuse_unknown
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -69,6 +70,7 @@ class Settings(TypedDict, total=False):
     seed: int
 
 
+@names_explained(SETTINGS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What a user sets. Each field is also a flag, with the same help, type and default."""
@@ -176,10 +178,8 @@ class ResolvedConfig(EngineConfig):
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises TypeError for a keyword that is not a setting, as Python does for a keyword that a function does not have."""
-    for name in names:
-        if name not in Settings.__annotations__:
-            raise TypeError(f"LLM has no setting {name!r}{nearest(name, Settings.__annotations__)}")
+    """Raises TypeError for a keyword of `LLM` that is not a setting."""
+    refuse_unknown("LLM has no setting", names, Settings.__annotations__, SETTINGS)
 
 
 def check_setting(name: str, value: object) -> None:

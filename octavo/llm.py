@@ -7,32 +7,37 @@ import inspect
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Unpack
+from typing import TYPE_CHECKING, Never, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
 from octavo.engine.batch_inputs import Encoded, each_of, prompt_named, spread, spread_priority
+from octavo.engine.batch_outputs import Reader, beam_output, numbered
 from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputPump, to_request
 from octavo.errors import EngineError, RequestError
 from octavo.fair_lock import FairLock
+from octavo.inputs import Conversation, Prompt, as_conversations, as_prompts
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
 from octavo.messages import Beams, PinOrder, SchedulerStats
-from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, PinnedPrefix, RequestOutput, TextDelta
+from octavo.metrics import Metric, engine_metrics
+from octavo.outputs import BeamSearchOutput, PinnedPrefix, RequestOutput, TextDelta
 from octavo.policy.door import check_pin, no_such_prefix, prefix_in_use
 from octavo.policy.pins import COMPUTE
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.grammar_text import check_limits
-from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
+from octavo.text.prompt import template_options
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tools import check_tools
+from octavo.vllm_names import ATTRIBUTES, explained, refuse_arguments
 
 
 def _signature() -> inspect.Signature:
@@ -76,6 +81,7 @@ class LLM:
         self._engine: EngineCore | None = build_engine(config, text.source, text.model, debug, text.give_tokenizer)
         self._outputs = OutputPump(self._tokenizer, self._engine.abort)
         self._ids = map(str, itertools.count())
+        self._prompt_tokens = 0  # of all requests
         self._process = os.getpid()
         self._lock = FairLock()
         self._chores: deque[Callable[[], None]] = deque()  # done at the end of a turn
@@ -85,39 +91,63 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         priority: int | Sequence[int] = 0,
+        **unknown: Never,
     ) -> list[RequestOutput]:
-        """Completes each prompt, with one `params` for all or one for each. Returns results in the order of the prompts.
+        """Completes each prompt, with one `sampling_params` for all or one for each. Returns results in the order of the prompts.
 
-        Without `params`, as the model's makers recommend (generation_config.json).
+        Without `sampling_params`, as the model's makers recommend (generation_config.json).
 
         `priority`: lower runs first, where scheduling_policy is priority.
         """
+        refuse_arguments(LLM.generate, unknown)
         encoded = each_of(self.encoder.encode, as_prompts(prompts))
-        wanted = spread(self._own_params if params is None else params, len(encoded))
-        return self._run(encoded, wanted, use_tqdm, spread_priority(priority, len(encoded)))
+        return self._run(encoded, self._spread(sampling_params, len(encoded)), use_tqdm, spread_priority(priority, len(encoded)))
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         priority: int | Sequence[int] = 0,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Answers a conversation, or several.
 
-        What `params` leaves open is as the model's makers recommend (generation_config.json), the length up to the rest of the context.
+        What `sampling_params` leaves open is as the model's makers recommend (generation_config.json), the length up to the rest of the
+        context.
+
+        `tools`: what an answer may call, in OpenAI's form; the call is a part of the answer's text. `chat_template`: the text of a
+        template to use instead of the model's. `add_generation_prompt`: the template begins an answer; without it, it does so unless
+        `continue_final_message` is set, with which the answer continues the last message.
         """
-        encoded = each_of(self.encoder.encode_chat, as_conversations(messages))
-        wanted = [self._for_chat(one) for one in spread(params or SamplingParams(), len(encoded))]
+        refuse_arguments(LLM.chat, unknown)
+        options = template_options(chat_template_kwargs, add_generation_prompt, continue_final_message)
+        encode = partial(self.encoder.encode_chat, tools=check_tools(tools) or None, options=options, template=chat_template)
+        encoded = each_of(encode, as_conversations(messages))
+        wanted = [self._for_chat(one) for one in spread(sampling_params or SamplingParams(), len(encoded))]
         return self._run(encoded, wanted, use_tqdm, spread_priority(priority, len(encoded)))
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True, priority: int | Sequence[int] = 0
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        **unknown: Never,
     ) -> list[BeamSearchOutput]:
         """Searches for the likeliest completions of each prompt. Returns results in the order of the prompts, each with the best first."""
+        refuse_arguments(LLM.beam_search, unknown)
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params must be BeamSearchParams", "params")
         encoded = each_of(self.encoder.encode, as_prompts(prompts))
@@ -130,14 +160,14 @@ class LLM:
         )
         beams = Beams(params.beam_width, params.length_penalty, params.early_stopping)
         outputs = self._run(encoded, [wanted] * len(encoded), use_tqdm, spread_priority(priority, len(encoded)), beams)
-        return [self._beam_output(output, params.include_stop_str_in_output) for output in outputs]
+        return [beam_output(output, self._tokenizer, params.include_stop_str_in_output) for output in outputs]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Completes one prompt and yields its text as it comes. Leaving the loop early aborts the request."""
-        return self._stream([next(self._ids)], [self.encoder.encode(prompt)], [params or self._own_params])
+        return self._stream([next(self._ids)], [self.encoder.encode(prompt)], self._spread(sampling_params, 1))
 
     def stream_batch(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[tuple[int, TextDelta], None, None]:
         """Completes prompts in one batch and yields their texts as they come, each piece with the index of its prompt.
 
@@ -145,11 +175,16 @@ class LLM:
         """
         encoded = each_of(self.encoder.encode, as_prompts(prompts))
         ids = [next(self._ids) for _ in encoded]
-        return _numbered(ids, self._stream(ids, encoded, spread(self._own_params if params is None else params, len(encoded))))
+        return numbered(ids, self._stream(ids, encoded, self._spread(sampling_params, len(encoded))))
 
-    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
+    def stream_chat(self, messages: Conversation, sampling_params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answers one conversation and yields its text as it comes."""
-        return self._stream([next(self._ids)], [self.encoder.encode_chat(messages)], [self._for_chat(params or SamplingParams())])
+        wanted = self._for_chat(sampling_params or SamplingParams())
+        return self._stream([next(self._ids)], [self.encoder.encode_chat(messages)], [wanted])
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what `generate` uses without `sampling_params`: what the model's makers recommend."""
+        return SamplingParams().with_defaults(self.sampling_defaults).clone()
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -204,6 +239,10 @@ class LLM:
         with self._turn():
             return self._core.scheduler.snapshot()
 
+    def get_metrics(self) -> list[Metric]:
+        """Returns the numbers of `stats` in the form of vLLM's, by the names that `octavo serve` reports at /metrics."""
+        return engine_metrics(self.stats(), self._prompt_tokens, self.model_name)
+
     def close(self) -> None:
         """Frees all memory. Calls in other threads end with an EngineError. Closing twice is harmless."""
         self._in_a_turn(self._close_engine)
@@ -214,6 +253,11 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            raise AttributeError(f"LLM has no attribute {name!r}{explained(name, ATTRIBUTES)}")
 
     # --- how it works ------------------------------------------------------------------------------------------------
 
@@ -258,26 +302,19 @@ class LLM:
             self._engine.close()
             self._engine = None
 
-    @property
-    def _own_params(self) -> SamplingParams:
-        return SamplingParams().with_defaults(self.sampling_defaults)
+    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        return spread(self.get_default_sampling_params() if params is None else params, count)
 
     def _for_chat(self, params: SamplingParams) -> SamplingParams:
         return params.with_defaults(self.sampling_defaults).for_chat()
 
-    def _beam_output(self, output: RequestOutput, keep_end: bool) -> BeamSearchOutput:
-        prompt = output.prompt
-        if prompt is None and self._tokenizer is not None:
-            prompt = self._tokenizer.decode(output.prompt_token_ids)
-        return BeamSearchOutput([_beam_sequence(output, sample, prompt, keep_end) for sample in output.outputs])
-
     def _add(
-        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: "_Reader",
+        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: Reader,
         beams: Beams | None = None, pin: PinOrder | None = None,
     ) -> None:  # fmt: skip
         """Gives requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
-        checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
+        checked: StructuredOutputsParams | None = None  # the newest form, which the prompts of one call often share
         with self._turn():
             for index, request_id in enumerate(ids):
                 with prompt_named(index):
@@ -291,6 +328,7 @@ class LLM:
                     terms = priority[index], "", beams, pin
                     request = to_request(request_id, token_ids, params[index], spelled[words], self.config, *terms)
                     self._core.add(request)
+                    self._prompt_tokens += len(token_ids)
                     self._outputs.add(request, text, reader)
 
     def _run(
@@ -300,7 +338,7 @@ class LLM:
         ids = [next(self._ids) for _ in encoded]
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
-                reader = _Reader(progress)
+                reader = Reader(progress)
                 self._add(ids, encoded, params, priority, reader, beams, pin)
                 while len(reader.finished) < len(ids):
                     self._pump()
@@ -313,7 +351,7 @@ class LLM:
     def _stream(
         self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams]
     ) -> Generator[TextDelta, None, None]:
-        reader = _Reader()
+        reader = Reader()
         try:
             with DeferredInterrupt():
                 self._add(ids, encoded, params, [0] * len(ids), reader)
@@ -340,44 +378,3 @@ class LLM:
             if self._engine is not None:
                 self._engine.abort(request_id)
             self._outputs.drop(request_id)
-
-
-class _Reader:
-    """The news that a call or a stream gets about its requests, from whatever thread."""
-
-    def __init__(self, progress: GenerateProgress | None = None) -> None:
-        self.news: deque[TextDelta] = deque()  # of a stream: not yet read
-        self.finished: dict[str, RequestOutput] = {}
-        self._progress = progress
-
-    def push(self, delta: TextDelta) -> None:
-        if self._progress is None:
-            self.news.append(delta)
-        else:
-            self._progress.count(0, 0, len(delta.token_ids))
-
-    def finish(self, output: RequestOutput) -> None:
-        self.finished[output.request_id] = output
-        if self._progress is not None:
-            self._progress.count(1, len(output.prompt_token_ids), 0)
-
-
-def _beam_sequence(output: RequestOutput, sample: CompletionOutput, prompt: str | None, keep_end: bool) -> BeamSearchSequence:
-    """Returns an answer as vLLM has it: tokens and text begin with the prompt, and an end id is there if that was asked for."""
-    ended = sample.finish_reason == "stop" and not keep_end
-    said = sample.token_ids[:-1] if ended else sample.token_ids
-    return BeamSearchSequence(
-        tokens=output.prompt_token_ids + said,
-        logprobs=sample.logprobs or [],
-        cum_logprob=sample.cumulative_logprob or 0.0,
-        text=None if prompt is None else prompt + sample.text,
-        finish_reason=sample.finish_reason,
-        stop_reason=sample.stop_reason,
-    )
-
-
-def _numbered(ids: Sequence[str], deltas: Generator[TextDelta, None, None]) -> Generator[tuple[int, TextDelta], None, None]:
-    place = {request_id: index for index, request_id in enumerate(ids)}
-    with closing(deltas):
-        for delta in deltas:
-            yield place[delta.request_id], delta

@@ -49,6 +49,19 @@ class BeamSearchSequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    @staticmethod
+    def of(output: RequestOutput, sample: CompletionOutput, prompt: str | None, keep_end: bool) -> "BeamSearchSequence":
+        """`prompt`: its text, if there is one. `keep_end`: the end id is one of the tokens"""
+        ended = sample.finish_reason == "stop" and not keep_end
+        return BeamSearchSequence(
+            tokens=output.prompt_token_ids + (sample.token_ids[:-1] if ended else sample.token_ids),
+            logprobs=sample.logprobs or [],
+            cum_logprob=sample.cumulative_logprob or 0.0,
+            text=None if prompt is None else prompt + sample.text,
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
 
 @dataclass(slots=True)
 class BeamSearchOutput:

@@ -1,15 +1,18 @@
-"""How the next token is chosen: `SamplingParams`, or how a whole answer is: `BeamSearchParams`. Both are checked once at construction.
+"""How the next token is chosen: `SamplingParams`, or how a whole answer is: `BeamSearchParams`.
 
-Checks are about type, finiteness and meaning only. What depends on a model (vocabulary, context) or on a server's
-caps is checked at the door that knows it. An unknown keyword is a TypeError, as for any dataclass.
+Both are checked at construction, and `SamplingParams` at each assignment. Checks are about type, finiteness and meaning only. What
+depends on a model (vocabulary, context) or on a server's caps is checked at the door that knows it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, Literal
 
 from octavo.errors import RequestError
-from octavo.structured_outputs import StructuredOutputs, structured_outputs
+from octavo.structured_outputs import StructuredOutputsParams, structured_outputs
+from octavo.vllm_names import SAMPLING, names_explained
 
 MAX_SEED = 2**64 - 1
 # Numbers become float32 where they meet logits: a larger one would become infinite, a smaller one 0, which is as good unless it divides.
@@ -30,8 +33,19 @@ def is_unset(value: object) -> bool:
     return isinstance(value, (_UnsetInt, _UnsetFloat))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutputKind(Enum):
+    """What `AsyncLLM.generate` yields while an answer is generated. The numbers are those of vLLM."""
+
+    CUMULATIVE = 0  # all of the answer so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # nothing before the end
+
+
+@names_explained(SAMPLING)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
+    """Every assignment is checked like the construction. The engine copies these, so a change concerns later requests only."""
+
     n: int = 1
     temperature: float = _UnsetFloat(1.0)  # 0 = greedy
     top_p: float = _UnsetFloat(1.0)
@@ -54,8 +68,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string, or the text of the end id
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     prompt_logprobs: int | None = None  # the same for every token of the prompt but its first; reads no cache
-    structured_outputs: StructuredOutputs | None = None  # the form the answer must have; a mapping with the same names is taken, too
-    greedy: bool = field(init=False, default=False)
+    structured_outputs: StructuredOutputsParams | None = None  # the form the answer must have; a mapping with the same names is taken, too
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM.generate`
+    greedy: bool = field(init=False)  # set last: it is there once the rest is checked
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        set_ = object.__setattr__
+        if not hasattr(self, "greedy"):  # under construction
+            set_(self, name, value)
+            return
+        checked = replace(self, **{name: value})
+        for each in fields(self):
+            set_(self, each.name, getattr(checked, each.name))
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -96,7 +120,19 @@ class SamplingParams:
             for name in ("allowed_token_ids", "bad_words"):
                 if getattr(self, name):
                     raise RequestError(f"{name} and structured_outputs exclude each other: nothing might be left to say", name)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _bad("output_kind", self.output_kind, f"one of {', '.join(map(str, RequestOutputKind))}")
         set_(self, "greedy", self.temperature == 0.0)
+
+    def __copy__(self) -> "SamplingParams":
+        copied = object.__new__(SamplingParams)
+        for name in SamplingParams.__slots__:  # without checks: this is done for every request
+            object.__setattr__(copied, name, getattr(self, name))
+        return copied
+
+    def clone(self) -> "SamplingParams":
+        """Returns a copy that shares nothing with this one."""
+        return deepcopy(self)
 
     @property
     def filtered(self) -> bool:
@@ -113,6 +149,7 @@ class SamplingParams:
         return replace(self, **wanted) if wanted else self  # type: ignore[arg-type]
 
 
+@names_explained(SAMPLING)
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How a beam search goes: the fields of vLLM, and `early_stopping` of transformers."""

@@ -1,6 +1,6 @@
-"""`StructuredOutputs`: the form an answer must have, checked for type and meaning at construction.
+"""`StructuredOutputsParams`: the form an answer must have, checked for type and meaning at construction.
 
-Exactly one of json (a schema), json_object, regex, choice and grammar (Lark, as llguidance reads it) is given. Whatever is kept is
+Exactly one of json (a schema), json_object, regex, choice, grammar and structural_tag is given. Whatever is kept is
 plain text, so that it can cross a process and be a key. Its length is bounded before anything else is done with it. Whether a schema,
 regex or grammar makes sense is found where it is compiled.
 """
@@ -12,22 +12,28 @@ from functools import lru_cache
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.vllm_names import FORM_FIELDS, explained, names_explained
 
 PARAM = "structured_outputs"
 MAX_CHARS = 200_000  # of a schema, a regex, a grammar, or all choices
 MAX_CHOICES = 10_000
+MAX_TAGS = 128
 
 
+@names_explained(FORM_FIELDS)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
+class StructuredOutputsParams:
     json: str | None = None  # a JSON schema: an object or its text; kept as text
-    json_object: bool = False  # any JSON object
+    json_object: bool | None = False  # any JSON object
     regex: str | None = None  # the whole answer matches it
     choice: tuple[str, ...] = ()  # the answer is one of these
-    grammar: str | None = None
+    grammar: str | None = None  # Lark, as llguidance reads it, or EBNF with a rule `root`
+    structural_tag: str | None = None  # {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; kept as text
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
+        if self.json_object is None:
+            set_(self, "json_object", False)
         if type(self.json_object) is not bool:
             raise _bad(f"json_object must be true or false, got {type(self.json_object).__name__}")
         if self.json is not None:
@@ -35,11 +41,13 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
-        set_(self, "choice", _choices(self.choice))
+        if self.structural_tag is not None:
+            set_(self, "structural_tag", _tag_text(self.structural_tag))
+        set_(self, "choice", () if self.choice is None else _choices(self.choice))
         given = [field.name for field in fields(self) if getattr(self, field.name)]
         if len(given) != 1:
             said = " and ".join(given) if given else "nothing"
-            raise _bad(f"needs exactly one of {', '.join(field.name for field in fields(self))}, got {said}")
+            raise _bad(f"needs exactly one of {', '.join(NAMES)}, got {said}")
 
     @property
     def kind(self) -> str:
@@ -48,21 +56,23 @@ class StructuredOutputs:
 
     @property
     def num_chars(self) -> int:
-        return sum(map(len, self.choice)) + sum(len(text or "") for text in (self.json, self.regex, self.grammar))
+        return sum(map(len, self.choice)) + sum(len(text or "") for text in (self.json, self.regex, self.grammar, self.structural_tag))
 
 
-def structured_outputs(value: object) -> StructuredOutputs:
+NAMES = tuple(field.name for field in fields(StructuredOutputsParams))
+
+
+def structured_outputs(value: object) -> StructuredOutputsParams:
     """One of these, also out of a mapping with the names of its fields, as a request's body has it."""
-    if isinstance(value, StructuredOutputs):
+    if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
-        raise _bad(f"must be an object with one of json, json_object, regex, choice, grammar, got {type(value).__name__}")
-    known = {field.name for field in fields(StructuredOutputs)}
-    unknown = next((name for name in value if name not in known), None)
+        raise _bad(f"must be an object with one of {', '.join(NAMES)}, got {type(value).__name__}")
+    unknown = next((str(name) for name in value if name not in NAMES), None)
     if unknown is not None:
-        raise _bad(f"has no field {str(unknown)[:40]!r}; there are {', '.join(sorted(known))}")
+        raise _bad(f"has no field {unknown[:40]!r}{explained(unknown, FORM_FIELDS) or '; there are ' + ', '.join(sorted(NAMES))}")
     given = {str(name): item for name, item in value.items() if item is not None}
-    return StructuredOutputs(**given)
+    return StructuredOutputsParams(**given)
 
 
 def _bad(what: str) -> RequestError:
@@ -99,33 +109,57 @@ def _choices(value: object) -> tuple[str, ...]:
 
 
 def _schema_text(value: object) -> str:
-    """The text of a schema, which has to be an object. A text is read and written anew, so that equal schemas have equal texts."""
+    return _object_text("json", value, "a JSON schema: an object, or the text of one")
+
+
+def _tag_text(value: object) -> str:
+    text = _object_text("structural_tag", value, "an object with structures and triggers, or the text of one")
+    _check_tag(json_format.loads(text))
+    return text
+
+
+def _check_tag(tag: Mapping[str, object]) -> None:
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not (isinstance(structures, list) and 0 < len(structures) <= MAX_TAGS and isinstance(triggers, list) and triggers):
+        raise _bad(f"structural_tag must have a list of 1 to {MAX_TAGS} structures and a list of triggers")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise _bad("structural_tag: triggers must be texts that are not empty")
+    for index, one in enumerate(structures):
+        begin, schema, end = (one.get(name) if isinstance(one, Mapping) else None for name in ("begin", "schema", "end"))
+        if not (isinstance(begin, str) and isinstance(schema, Mapping) and isinstance(end, str)):
+            raise _bad(f"structural_tag: structures[{index}] must have begin and end, which are texts, and schema, which is an object")
+        if not begin.startswith(tuple(triggers)):
+            raise _bad(f"structural_tag: structures[{index}].begin {begin[:40]!r} starts with none of the triggers")
+
+
+def _object_text(name: str, value: object, wanted: str) -> str:
+    """The text of an object. A text is read and written anew, so that equal objects have equal texts."""
     if isinstance(value, str):
-        _check_length("json", len(value))
-        return _rewritten(value)
+        _check_length(name, len(value))
+        return _rewritten(name, value, wanted)
     if isinstance(value, Mapping) and _is_long(value):
-        raise _bad(f"json has more than {MAX_CHARS:,} characters")
-    return _written(value)
+        raise _bad(f"{name} has more than {MAX_CHARS:,} characters")
+    return _written(name, value, wanted)
 
 
 @lru_cache(8)  # the prompts of one request bring the same text to the engine, one after another
-def _rewritten(text: str) -> str:
-    return _written(text)
+def _rewritten(name: str, text: str, wanted: str) -> str:
+    return _written(name, text, wanted)
 
 
-def _written(value: object) -> str:
+def _written(name: str, value: object, wanted: str) -> str:
     try:
-        schema = json_format.loads(value) if isinstance(value, str) else value
-        if not isinstance(schema, Mapping):
-            raise _bad("json must be a JSON schema: an object, or the text of one")
-        text = json_format.dumps(dict(schema), allow_nan=False)
+        found = json_format.loads(value) if isinstance(value, str) else value
+        if not isinstance(found, Mapping):
+            raise _bad(f"{name} must be {wanted}")
+        text = json_format.dumps(dict(found), allow_nan=False)
     except RecursionError:
-        raise _bad("json is nested too deeply") from None
+        raise _bad(f"{name} is nested too deeply") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, RequestError):
             raise
-        raise _bad(f"json is not JSON: {str(error)[:100]}") from None
-    _check_length("json", len(text))
+        raise _bad(f"{name} is not JSON: {str(error)[:100]}") from None
+    _check_length(name, len(text))
     return text
 
 

@@ -20,9 +20,9 @@ from octavo.text.pieces import Piece
 from octavo.text.reasoning import ReasoningSplitter
 
 if TYPE_CHECKING:
+    from octavo.inputs import Message
     from octavo.llm import LLM
     from octavo.outputs import TextDelta
-    from octavo.text.prompt import Message
 
 CONTEXT_FULL = "context_length_exceeded"  # the code of an error
 

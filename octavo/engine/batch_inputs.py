@@ -33,9 +33,9 @@ def spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> Seq
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError("params must be SamplingParams, or a list of them, one for each prompt", "params")
+        raise RequestError("sampling_params must be SamplingParams, or a list of them, one for each prompt", "sampling_params")
     if len(params) != count:
-        raise RequestError(f"{count} prompts, but {len(params)} sampling params", "params")
+        raise RequestError(f"{count} prompts, but {len(params)} sampling params", "sampling_params")
     return params
 
 

@@ -28,7 +28,7 @@ from octavo.messages import Delta, StepPlan
 from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.structured_outputs import PARAM, StructuredOutputs
+from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.grammar_text import grammar_text, need_library
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Masks
@@ -75,7 +75,7 @@ class Grammars:
         self._late = late
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
         self._guide: Future[Guide] | None = None
-        self._cache: OrderedDict[StructuredOutputs, Future[Matcher]] = OrderedDict()  # least recently used first
+        self._cache: OrderedDict[StructuredOutputsParams, Future[Matcher]] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
         self._jobs: dict[str, _Job] = {}  # request id -> the compilation it waits for
         self._guided: dict[str, _Guided] = {}  # by request id
@@ -205,7 +205,7 @@ class Grammars:
                 masks[row] = -1
         return masks, news
 
-    def _compiled(self, form: StructuredOutputs) -> "Future[Matcher]":
+    def _compiled(self, form: StructuredOutputsParams) -> "Future[Matcher]":
         """Returns the compiled form of a grammar. Equal grammars share one."""
         compiled = self._cache.pop(form, None)
         self._cache_bytes -= 0 if compiled is None else _size(form)
@@ -217,7 +217,7 @@ class Grammars:
             self._cache_bytes -= _size(self._cache.popitem(last=False)[0])
         return compiled
 
-    def _compile(self, form: StructuredOutputs) -> "Future[Matcher]":
+    def _compile(self, form: StructuredOutputsParams) -> "Future[Matcher]":
         before = threading.stack_size(STACK_BYTES)  # for threads that start now
         try:
             if self._guide is None or _has_failed(self._guide):
@@ -240,7 +240,7 @@ def _cut(delta: Delta, count: int) -> None:
     delta.logprobs = None if delta.logprobs is None else delta.logprobs[:count]
 
 
-def _size(form: StructuredOutputs) -> int:
+def _size(form: StructuredOutputsParams) -> int:
     return GRAMMAR_BYTES + BYTES_PER_CHAR * form.num_chars
 
 

@@ -7,6 +7,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -390,10 +391,10 @@ def to_request(
     beams: Beams | None = None,
     pin: PinOrder | None = None,
 ) -> AddRequest:
-    """Returns a request for the engine, after the checks that only the text side can make. `bad_words`: as token ids."""
+    """Returns a request with its own copy of `params`, after the checks that only the text side can make. `bad_words`: ids."""
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None and value > config.max_logprobs:
             raise RequestError(f"{name} is {value}, max_logprobs is {config.max_logprobs}", name)
     if params.stop and config.skip_tokenizer_init:
         raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-    return AddRequest(request_id, prompt_token_ids, params, priority, cache_salt, bad_words, beams=beams, pin=pin)
+    return AddRequest(request_id, prompt_token_ids, copy(params), priority, cache_salt, bad_words, beams=beams, pin=pin)

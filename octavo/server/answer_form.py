@@ -16,7 +16,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import named
 from octavo.server.state import Server
-from octavo.structured_outputs import PARAM, StructuredOutputs, structured_outputs
+from octavo.structured_outputs import PARAM, StructuredOutputsParams, structured_outputs
 from octavo.text.call_reader import ToolCallDelta
 from octavo.text.grammar_text import check_limits, joined_grammars
 from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
@@ -64,7 +64,7 @@ def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) ->
     return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes, form.reasoning) for _ in range(n)]
 
 
-def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputs | None:
+def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
     """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
     by_format = _of_format(response_format, param)
     if extra is None:
@@ -74,7 +74,7 @@ def asked_form(extra: object, response_format: object, param: str) -> Structured
     return structured_outputs(extra)
 
 
-def _of_format(value: object, param: str) -> StructuredOutputs | None:
+def _of_format(value: object, param: str) -> StructuredOutputsParams | None:
     """Returns the form in a response format. A schema is in "json_schema" (chat) or beside the type (responses); `strict` has no effect."""
     if value is None:
         return None
@@ -82,7 +82,7 @@ def _of_format(value: object, param: str) -> StructuredOutputs | None:
     if not isinstance(value, Mapping) or kind not in TYPES:
         raise RequestError(f'{param} must be an object with a "type" of {", ".join(TYPES)}', param)
     if kind != "json_schema":
-        return StructuredOutputs(json_object=True) if kind == "json_object" else None
+        return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
     inner = value.get("json_schema", value)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
         raise RequestError(f'{param} has no schema: "schema" must be an object', param)
@@ -97,7 +97,7 @@ def param_of(extra: object, param: str, choice: ToolChoice | None = None) -> str
     return "tools" if choice is not None and choice.mode == "required" else PARAM if extra is not None else param
 
 
-async def held_to(server: Server, params: SamplingParams, asked: StructuredOutputs | None) -> SamplingParams:
+async def held_to(server: Server, params: SamplingParams, asked: StructuredOutputsParams | None) -> SamplingParams:
     """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
     if asked is None:
         return params
@@ -107,23 +107,23 @@ async def held_to(server: Server, params: SamplingParams, asked: StructuredOutpu
 
 
 def chat_grammar(
-    asked: StructuredOutputs | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
-) -> StructuredOutputs | None:
+    asked: StructuredOutputsParams | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
+) -> StructuredOutputsParams | None:
     """Returns the grammar that the answer to `prompt` must follow, or None: the form asked for, calls of the tools offered, or either.
 
     A form that becomes part of a larger grammar, or is not needed, has its limits checked here, because nobody checks it later.
     """
     forced = choice.mode == "required"
-    parts: dict[str, StructuredOutputs] = {} if asked is None or forced else {"form": asked}
+    parts: dict[str, StructuredOutputsParams] = {} if asked is None or forced else {"form": asked}
     if forced or (parts and tools and form.calls in FAMILIES):
         rules = forced_call(form.calls, tools, form.parallel and choice.name is None)
-        parts["calls"] = StructuredOutputs(grammar=f"start: answer\n{rules}")
+        parts["calls"] = StructuredOutputsParams(grammar=f"start: answer\n{rules}")
     if parts == {"form": asked} and form.reasoning == "none":
         return asked
     if asked is not None:
         check_limits(asked)
     frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt)
-    return StructuredOutputs(grammar=joined_grammars(frame, parts)) if parts else None
+    return StructuredOutputsParams(grammar=joined_grammars(frame, parts)) if parts else None
 
 
 class AnswerParts:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError, TemplateError
+from octavo.inputs import Message
 from octavo.messages import Limits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar, held_to
@@ -27,8 +28,7 @@ from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBod
 from octavo.server.state import Server
 from octavo.server.threads import Kind
 from octavo.server_config import ServerConfig
-from octavo.structured_outputs import PARAM, StructuredOutputs
-from octavo.text.prompt import Message
+from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.tools import ToolChoice
 
 SHORT_CHARS = 8192  # about a millisecond of work
@@ -64,7 +64,7 @@ async def chat_ask(
     messages: Callable[[], Sequence[Message]],
     offered: list[dict[str, object]],
     choice: ToolChoice,
-    asked: StructuredOutputs | None,
+    asked: StructuredOutputsParams | None,
 ) -> tuple[Ask, AnswerForm]:
     """Returns the ask for a conversation, and the form of its answer.
 
@@ -88,7 +88,7 @@ async def chat_ask(
 
 
 async def completion_asks(
-    request: Request, server: Server, body: CompletionBody, asked: StructuredOutputs | None
+    request: Request, server: Server, body: CompletionBody, asked: StructuredOutputsParams | None
 ) -> list[Ask]:
     """Returns an ask for each prompt. `asked`: the form that every answer must have."""
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
@@ -293,7 +293,7 @@ def _check_totals(
     _check_numbers(params, prompts, limits, echo)
 
 
-def _check_form(asked: StructuredOutputs | None, num_prompts: int) -> None:
+def _check_form(asked: StructuredOutputsParams | None, num_prompts: int) -> None:
     chars = 0 if asked is None else asked.num_chars
     if chars * num_prompts > MOST_FORM_CHARS:
         message = f"{PARAM} has {chars:,} characters for each of {num_prompts:,} prompts, at most {MOST_FORM_CHARS:,} in all are allowed"

@@ -21,7 +21,7 @@ from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 from octavo.server.access import current_arrival
-from octavo.structured_outputs import PARAM, StructuredOutputs
+from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.grammar_text import need_library
 from octavo.text.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the question -> what is wrong with it
         self._trials: dict[bytes, asyncio.Task[str | None]] = {}  # checks that are running
 
-    async def check(self, structured: StructuredOutputs) -> None:
+    async def check(self, structured: StructuredOutputsParams) -> None:
         """Raises RequestError for what cannot be compiled, within limits of time and memory."""
         need_library()
         question = json.dumps([structured.kind, getattr(structured, structured.kind)]).encode()

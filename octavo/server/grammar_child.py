@@ -1,7 +1,7 @@
 """The process that tries grammars. If a grammar never ends or takes all memory, only this process dies.
 
     in     [2, ["<|im_end|>", ...], ["the", ...]]   CPU seconds for each, the special tokens a grammar may name, pieces of the vocabulary
-           ["regex", "[a-z]+"]                      then one form a line: the field of `StructuredOutputs`, and its value
+           ["regex", "[a-z]+"]                      then one form a line: the field of `StructuredOutputsParams`, and its value
     out    "ready"                                  then for each form null, or what is wrong with it
 
 A form is checked for its limits, compiled, and followed for some tokens, on a vocabulary of all single bytes and the model's first

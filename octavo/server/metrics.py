@@ -20,7 +20,9 @@ from typing import Protocol, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from octavo import metrics
 from octavo.messages import STEP_TOKENS, EngineFacts, RankNumbers, SchedulerStats
+from octavo.metrics import cumulated
 from octavo.own_file import told_with_tmpdir
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -75,17 +77,8 @@ class Histogram:
 
     def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
         family = HistogramMetricFamily(prefix + self.name, self.told, labels=[*labels])
-        family.add_metric([*labels.values()], _buckets(self._bounds, totals[self._start : self._sum]), totals[self._sum])
+        family.add_metric([*labels.values()], cumulated(self._bounds, totals[self._start : self._sum]), totals[self._sum])
         return family
-
-
-def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
-    """Returns the buckets for Prometheus, each with all smaller ones. `counts`: each bucket alone, the last without a bound."""
-    buckets, below = [], 0.0
-    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
-        below += count
-        buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
-    return buckets
 
 
 class Numbers:
@@ -189,46 +182,20 @@ def engine_families(prefix: str, labels: Mapping[str, str], engines: Sequence[En
             for own, numbers in found:
                 metric.add_metric(own, numbers[name])
             yield metric
-    steps = HistogramMetricFamily(f"{prefix}iteration_tokens_total", "Tokens that a step computed.", labels=names)
+    steps = HistogramMetricFamily(prefix + metrics.STEPS, "Tokens that a step computed.", labels=names)
     for (own, _), engine in zip(found, engines):
-        steps.add_metric(own, _buckets(STEP_TOKENS, engine.stats.steps), engine.stats.step_tokens)
+        steps.add_metric(own, cumulated(STEP_TOKENS, engine.stats.steps), engine.stats.step_tokens)
     yield steps
     yield from _rank_families(prefix, labels, [engine for engine in engines if engine.facts is not None and engine.facts.ranks])
 
 
-GAUGES = {
-    "num_requests_running": "Sequences in the steps of the engine.",
-    "num_requests_waiting": "Sequences that wait for room.",
-    "kv_cache_usage_perc": "Share of KV blocks in use; 1 is all.",
-    "pinned_blocks": "KV blocks that pinned prefixes hold.",
-    "engine_ready": "1 while requests are served.",
-}
-COUNTERS = {
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Of these, found.",
-    "pinned_prefix_hits": "Requests that found a part of a pinned prefix.",
-    "pinned_prefix_tokens": "Prompt tokens found there, which were not computed again.",
-    "num_preemptions": "Sequences that had to give their blocks back.",
-    "engine_restarts": "Engines that died and were replaced.",
-}
+GAUGES = {**metrics.GAUGES, "engine_ready": "1 while requests are served."}
+COUNTERS = {**metrics.COUNTERS, "engine_restarts": "Engines that died and were replaced."}
 
 
 def _numbers_of(engine: Engine) -> dict[str, float]:
-    stats = engine.stats
-    blocks = max(1, stats.num_blocks - 1)  # block 0 is the null block
-    return {
-        "num_requests_running": stats.running,
-        "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0,
-        "pinned_blocks": stats.pinned_blocks,
-        "pinned_prefix_hits": stats.pin_hits,
-        "pinned_prefix_tokens": stats.pin_tokens,
-        "engine_ready": int(engine.state == "ready"),
-        "prefix_cache_queries": stats.prefix_queries,
-        "prefix_cache_hits": stats.prefix_hits,
-        "num_preemptions": stats.preemptions,
-        "engine_restarts": 0 if engine.facts is None else engine.facts.epoch - 1,
-    }
+    restarts = 0 if engine.facts is None else engine.facts.epoch - 1
+    return {**metrics.numbers_of(engine.stats), "engine_ready": int(engine.state == "ready"), "engine_restarts": restarts}
 
 
 def _rank_families(prefix: str, labels: Mapping[str, str], engines: Sequence[Engine]) -> Iterator[Metric]:

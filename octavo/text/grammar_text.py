@@ -2,7 +2,8 @@
 
     json, json_object   {"grammars": [{"json_schema": {...}}]}
     regex, choice       a Lark grammar of one terminal: as a rule, each choice would be an item of the parser's rows
-    grammar             itself
+    grammar             itself; EBNF (`root ::= ...`) becomes Lark
+    structural_tag      a Lark grammar: any text, in which a trigger begins a tag around JSON
     several             {"grammars": [...]}, the first of them a Lark grammar that names the others
 
 Whitespace between parts of JSON is bounded, because a model that begins to write spaces may not stop before its context ends.
@@ -13,9 +14,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from octavo.errors import RequestError
-from octavo.structured_outputs import PARAM, StructuredOutputs
+from octavo.structured_outputs import PARAM, StructuredOutputsParams
 
 # one space, or a new line and its indentation
 WHITESPACE = r" ?|\n[ \t]{0,40}"
@@ -24,10 +26,11 @@ _ESCAPE = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 # a set that is not closed goes on to the end: nothing is read twice
 _PIECE = re.compile(rf"(?P<set>\[\^?+\]?+(?:\\.|[^\]\\])*+\]?)|{_ESCAPE.pattern}", re.DOTALL)
 _INSIDE = {"/": r"\/", "\n": r"\n", "\r": r"\r", r"\d": "0-9"}
+_EBNF = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)  # a rule: no Lark grammar has such a line
 _OUTSIDE = _INSIDE | {r"\d": "[0-9]"}
 
 
-def grammar_text(structured: StructuredOutputs) -> str:
+def grammar_text(structured: StructuredOutputsParams) -> str:
     if structured.json is not None:
         return _of_schema(json.loads(structured.json))
     if structured.json_object:
@@ -36,21 +39,40 @@ def grammar_text(structured: StructuredOutputs) -> str:
         return f"start: /{_in_slashes(structured.regex)}/"
     if structured.choice:
         return "start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, dict.fromkeys(structured.choice)))
+    if structured.structural_tag is not None:
+        return _of_tags(json.loads(structured.structural_tag))
     assert structured.grammar is not None
+    if _EBNF.search(structured.grammar):
+        from octavo.text.ebnf import as_lark  # only a request that asks for a grammar loads llguidance
+
+        return as_lark(structured.grammar)
     return structured.grammar
 
 
-def joined_grammars(frame: str, parts: Mapping[str, StructuredOutputs]) -> str:
+def _of_tags(tag: Mapping[str, list[Any]]) -> str:
+    lines = ["TEXT: /(.|\\n)*/"]
+    for index, one in enumerate(tag["structures"]):
+        trigger = next(trigger for trigger in tag["triggers"] if one["begin"].startswith(trigger))
+        rest = [_quoted(text) if text else "" for text in (one["begin"].removeprefix(trigger), one["end"])]
+        lines.append(f"begin_{index}[lazy]: TEXT {_quoted(trigger)}")
+        lines.append(f"tag_{index}: begin_{index} {rest[0]} @schema_{index} {rest[1]}")
+    lines.append(f"start: ({' | '.join(f'tag_{index}' for index in range(len(tag['structures'])))})* last\nlast: TEXT")
+    schemas = {f"schema_{index}": StructuredOutputsParams(json=one["schema"]) for index, one in enumerate(tag["structures"])}
+    return joined_grammars("\n".join(lines), schemas)
+
+
+def joined_grammars(frame: str, parts: Mapping[str, StructuredOutputsParams]) -> str:
     """Returns one text for several grammars: a Lark grammar that names the others, as in `start: @form`."""
-    grammars = [{"lark_grammar": frame}, *(_part(name, one) for name, one in parts.items())]
+    grammars = [{"lark_grammar": frame}, *(grammar for name, one in parts.items() for grammar in _named(name, one))]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _part(name: str, structured: StructuredOutputs) -> dict[str, object]:
+def _named(name: str, structured: StructuredOutputsParams) -> list[dict[str, object]]:
     text = grammar_text(structured)
-    if structured.kind in ("json", "json_object"):
-        return {"name": name, **json.loads(text)["grammars"][0]}
-    return {"name": name, "lark_grammar": text}
+    if structured.kind in ("json", "json_object", "structural_tag"):
+        first, *others = json.loads(text)["grammars"]
+        return [{"name": name, **first}, *others]
+    return [{"name": name, "lark_grammar": text}]
 
 
 def _of_schema(schema: dict[str, object]) -> str:
@@ -109,7 +131,7 @@ def need_library() -> None:
         raise RequestError(f"{PARAM} needs the package llguidance, which is not installed: pip install llguidance", PARAM)
 
 
-def check_limits(structured: StructuredOutputs) -> None:
+def check_limits(structured: StructuredOutputsParams) -> None:
     """Raises RequestError if a limit is exceeded. The total length was checked when the object was made."""
     if structured.json is not None:
         _check_schema(json.loads(structured.json))
@@ -117,6 +139,10 @@ def check_limits(structured: StructuredOutputs) -> None:
         check_regex(structured.regex)
     elif structured.grammar is not None:
         _check_grammar(structured.grammar)
+    elif structured.structural_tag is not None:
+        for one in json.loads(structured.structural_tag)["structures"]:
+            _check_texts((one["begin"], one["end"]), "structural_tag")
+            _check_schema(one["schema"])
     else:
         _check_texts(structured.choice, "choice")
 

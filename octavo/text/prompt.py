@@ -9,13 +9,11 @@ from types import MappingProxyType
 from jinja2 import TemplateSyntaxError, nodes
 
 from octavo.errors import ConfigError, LoadError, RequestError, TemplateError
+from octavo.inputs import Message, Prompt, prompt_parts
 from octavo.text.conversation import check_messages
 from octavo.text.template_sandbox import TemplateSandbox
 from octavo.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
-Message = Mapping[str, object]
-Conversation = Sequence[Message]
 TEMPLATE_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_final_message")
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
@@ -28,21 +26,21 @@ class PromptEncoder:
         source, name = (None, "") if tokenizer is None else _template_source(tokenizer, template_file)
         self.template = source  # its text, where there is one
         self._template = None
+        self._given: tuple[str, ChatTemplate] | None = None  # the newest template that came with a call, and its text
         if source is not None and tokenizer is not None:
             self._template = ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
 
     def encode(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
         """Returns the prompt's text, or None if it has none, and its ids. A text too long for `limit` tokens is refused untokenised."""
-        if isinstance(prompt, str):
-            if not prompt:  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
-                raise RequestError("the prompt is empty", "prompt")
-            tokenizer = self._need_tokenizer("a text prompt")
-            _check_length(prompt, tokenizer, limit, "prompt")
-            return prompt, _without_images(tokenizer.encode(prompt), tokenizer, "prompt")
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)) or not all(type(token) is int for token in ids):
-            raise RequestError("a prompt is a str, a list of token ids, or {'prompt_token_ids': [...]}", "prompt")
-        return None, list(ids)
+        text, ids = prompt_parts(prompt)
+        if ids is not None:
+            return text, ids
+        assert text is not None
+        if not text:  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
+            raise RequestError("the prompt is empty", "prompt")
+        tokenizer = self._need_tokenizer("a text prompt")
+        _check_length(text, tokenizer, limit, "prompt")
+        return text, _without_images(tokenizer.encode(text), tokenizer, "prompt")
 
     def encode_chat(
         self,
@@ -50,12 +48,14 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, object]] | None = None,
         options: Mapping[str, object] = _NO_OPTIONS,
         limit: int | None = None,
+        template: str | None = None,
     ) -> tuple[str, list[int]]:
         """Returns the rendered conversation and its ids. The template writes the special tokens itself, so none are added.
 
-        `options`: some of TEMPLATE_OPTIONS. A text too long for `limit` tokens is refused untokenised.
+        `options`: some of TEMPLATE_OPTIONS. A text too long for `limit` tokens is refused untokenised. `template`: the text of a
+        chat template to use instead of the model's.
         """
-        text = self.render_chat(messages, tools, options)
+        text = self.render_chat(messages, tools, options, template)
         tokenizer = self._need_tokenizer("chat")
         _check_length(text, tokenizer, limit, "messages")
         return text, _without_images(tokenizer.encode(text, add_special_tokens=False), tokenizer, "messages")
@@ -82,22 +82,34 @@ class PromptEncoder:
         return None, first[: next((at for at, (left, right) in enumerate(zip(first, second)) if left != right), len(second))]
 
     def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None, options: Mapping[str, object] = _NO_OPTIONS
-    ) -> str:
-        """Returns the conversation as the template writes it."""
-        self._need_tokenizer("chat")
-        if self._template is None:
-            raise RequestError("the model has no chat template; give one with --chat-template", "messages")
-        if tools and not self._template.reads_tools:
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] = _NO_OPTIONS, given: str | None = None,
+    ) -> str:  # fmt: skip
+        """Returns the conversation as the template writes it. `given`: the text of a template to use instead of the model's"""
+        template = self._chosen_template(given)
+        if tools and not template.reads_tools:
             message = "the chat template of this model has no place for tools; leave them out, or give a template with --chat-template"
             raise RequestError(message, "tools", "unsupported_parameter")
         _check_options(options)
         plain, goes_on = check_messages(messages), bool(options.get("continue_final_message"))
         thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
-        text = self._template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
+        text = template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
         if goes_on:
             text = _open_last_message(text, str(plain[-1]["content"]))
         return text
+
+    def _chosen_template(self, given: str | None) -> "ChatTemplate":
+        tokenizer = self._need_tokenizer("chat")
+        if given is None:
+            if self._template is None:
+                raise RequestError("the model has no chat template; give one with --chat-template", "messages")
+            return self._template
+        if not isinstance(given, str):
+            raise RequestError(f"chat_template must be the text of a template, not {type(given).__name__}", "chat_template")
+        newest = self._given
+        if newest is None or newest[0] != given:
+            newest = self._given = given, ChatTemplate(given, "this call", tokenizer.bos_token, tokenizer.eos_token)
+        return newest[1]
 
     def default_system_prompt(self) -> str | None:
         """As `ChatTemplate.default_system_prompt`, but None without a template. This renders: call it once and keep the answer."""
@@ -127,13 +139,25 @@ def _template_source(tokenizer: Tokenizer, template_file: str | None) -> tuple[s
         raise LoadError(f"chat_template {template_file}: {error}") from error
 
 
+def template_options(
+    given: Mapping[str, object] | None, add_generation_prompt: bool | None, continue_final_message: bool
+) -> dict[str, object]:
+    """Returns the options of a chat template. What stands in `given` goes before the two others."""
+    if not isinstance(given, Mapping | None):
+        raise RequestError(f"chat_template_kwargs must be an object, not {type(given).__name__}", "chat_template_kwargs")
+    options: dict[str, object] = {"continue_final_message": continue_final_message}
+    if add_generation_prompt is not None:
+        options["add_generation_prompt"] = add_generation_prompt
+    return {**options, **(given or {})}
+
+
 def _check_options(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if name not in TEMPLATE_OPTIONS:
             known = ", ".join(TEMPLATE_OPTIONS)
             raise RequestError(f"chat_template_kwargs has {reprlib.repr(name)}; it may have {known}", "chat_template_kwargs")
         if type(value) is not bool:
-            raise RequestError(f"{name} in chat_template_kwargs must be true or false, got {reprlib.repr(value)}", "chat_template_kwargs")
+            raise RequestError(f"{name} must be true or false, got {reprlib.repr(value)}", "chat_template_kwargs")
     if options.get("add_generation_prompt") and options.get("continue_final_message"):
         raise RequestError("add_generation_prompt and continue_final_message exclude each other", "chat_template_kwargs")
 
@@ -167,26 +191,6 @@ def _without_images(ids: list[int], tokenizer: Tokenizer, param: str) -> list[in
         found = next(token for token in ids if token in tokenizer.image_ids)
         raise RequestError(f"the {param} has {tokenizer.token(found)} in it, which stands for an image, and there is none", param)
     return ids
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns one prompt or many as a list. A flat list of ints is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}", "prompts")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    """Returns one conversation or many as a list. An empty list is a conversation without messages, which the template refuses."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError(f"messages must be a list of messages or of such lists, not {type(messages).__name__}", "messages")
-    if not messages or isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return messages  # type: ignore[return-value]
 
 
 # -- the chat template, which makes the prompt that a model was trained on

@@ -11,12 +11,14 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.cli.processes import ROOT, environment
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS: list[Any] = [NAN, INF, -INF, "1", True, None, [1.0]]
 NO_INTEGERS: list[Any] = [1.5, 2.0, "5", True, NAN, [1]]
+
+TAG: dict[str, Any] = {"structures": [{"begin": "<call>", "schema": {}, "end": "</call>"}], "triggers": ["<call"]}
 
 BAD: dict[str, list[Any]] = {
     "n": [0, -1, None, *NO_INTEGERS],
@@ -47,8 +49,12 @@ BAD: dict[str, list[Any]] = {
         {"json": {"a": {1}}}, {"json": '{"a":' * 10**5}, {"json_object": 1}, {"json_object": False}, {"regex": ""}, {"regex": "a\0"},
         {"regex": 5}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}, {"choice": ["a", 5]}, {"grammar": "\ud83d"},
         {"grammar": None}, {"xml": "a"}, {"x" * 999: 1}, {"regex": "a" * 200_001}, {"json": '{"a":' + " " * 200_000 + "1}"},
+        {"structural_tag": TAG | {"triggers": []}}, {"structural_tag": TAG | {"triggers": ["<other"]}}, {"structural_tag": "[]"},
+        {"structural_tag": {"type": "structural_tag", "format": {}}}, {"structural_tag": TAG | {"structures": [{"begin": "<call>"}]}},
+        {"structural_tag": TAG | {"structures": TAG["structures"] * 129}}, {"regex": "a", "whitespace_pattern": " "},
         {"json": {"enum": [1] * 100_000}}, {"json": {"a" * 200_001: 1}}, {"choice": ["a"] * 10_001}, {"choice": ["a" * 999] * 999},
     ],
+    "output_kind": [0, "DELTA", None],
     "logprobs": [-1, -2, "x", 1.0, True],
     "prompt_logprobs": [-1, -2, "x", 1.0, True],
 }
@@ -57,7 +63,7 @@ CASES = [(name, value) for name, values in BAD.items() for value in values]
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=lambda value: repr(value)[:20])
 def test_a_value_without_meaning_is_refused_by_the_name_of_its_field(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"^{name} (must be|is|needs|has|json|regex|choice|grammar)") as refusal:
+    with pytest.raises(RequestError, match=f"^{name} (must be|is|needs|has|json|regex|choice|grammar|structural_tag)") as refusal:
         SamplingParams(**{name: value})
     assert refusal.value.param == name and isinstance(refusal.value, ValueError)
     assert len(str(refusal.value)) < 200, "a huge value is not repeated"
@@ -73,7 +79,7 @@ def test_a_schema_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(json, "loads", read)
     text = json.dumps({"enum": list(range(20_000))})
-    assert len({StructuredOutputs(json=text) for _ in range(16)}) == 1 and len(reads) == 1
+    assert len({StructuredOutputsParams(json=text) for _ in range(16)}) == 1 and len(reads) == 1
 
 
 def test_every_field_a_user_can_set_is_checked() -> None:
@@ -85,7 +91,7 @@ UNDER_O = """
 import sys
 from tests.base.test_sampling_params import CASES
 from octavo.sampling_params import SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 assert False, "this line must be off"
 for name, value in CASES:
     try:
@@ -111,10 +117,27 @@ def test_values_at_the_edges_are_taken() -> None:
         "frequency_penalty": [-2.0, 2.0], "repetition_penalty": [1.2e-38, 1e-3, 50, 3.4e38],
         "max_tokens": [None, 1, 2**31 - 1], "min_tokens": [0, 16], "logprobs": [None, 0, 10**6], "stop_token_ids": [None, [], [0, 2**40]],
         "logit_bias": [None, {}, {1: 3.4e38, 2: -3.4e38, 3: 1e-300}],
+        "structured_outputs": [{"structural_tag": TAG}, {"structural_tag": json.dumps(TAG)}, {"choice": ["a"], "json_object": None}],
     }  # fmt: skip
     for name, values in taken.items():
         for value in values:
             SamplingParams(**{name: value})
+
+
+# promise: samplingparams-clone
+def test_an_assignment_is_checked_like_the_construction_and_a_clone_is_independent() -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=20, logit_bias={1: 2.0})
+    clone = params.clone()
+    clone.temperature, clone.stop, clone.logit_bias = 0, "end", {"3": 1}  # type: ignore[assignment, dict-item]
+    assert (clone.greedy, clone.stop, clone.logit_bias, clone.max_tokens) == (True, ("end",), {3: 1.0}, 20)
+    assert params == SamplingParams(temperature=0.5, max_tokens=20, logit_bias={1: 2.0})
+    for name, value in (("top_p", 7), ("min_tokens", 21), ("n", "2")):
+        with pytest.raises(RequestError, match=f"^{name} (must be|is)"):
+            setattr(clone, name, value)
+    with pytest.raises(TypeError, match="no field 'max_token'; did you mean max_tokens"):
+        clone.max_token = 5  # type: ignore[attr-defined]
+    assert clone == SamplingParams(temperature=0, stop="end", logit_bias={3: 1.0}, max_tokens=20), "what was refused has changed nothing"
+    assert params.clone().for_chat() == params and SamplingParams().clone().for_chat().max_tokens is None
 
 
 def test_stops_come_in_several_forms_and_are_kept_as_tuples() -> None:

@@ -13,11 +13,12 @@ import pytest
 
 import octavo
 from octavo import errors
+from octavo.async_llm import AsyncLLM
 from octavo.llm import LLM
 from octavo.messages import LifeRecord
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, PinnedPrefix, RequestOutput, TextDelta
-from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.structured_outputs import StructuredOutputs
+from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.docs.sources import GAP, ROOT, documents, helps, literals
 
 DOCS = ROOT / "docs"
@@ -57,11 +58,19 @@ def defaults_of(callable_or_class: Any) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("title", "described"),
-    [("LLM", LLM), ("SamplingParams", SamplingParams), ("BeamSearchParams", BeamSearchParams), ("StructuredOutputs", StructuredOutputs)],
+    [
+        ("LLM", LLM), ("SamplingParams", SamplingParams), ("BeamSearchParams", BeamSearchParams),
+        ("StructuredOutputsParams", StructuredOutputsParams),
+    ],
 )
 def test_every_setting_is_in_the_python_reference_with_its_default(title: str, described: Any) -> None:
-    shown = {named(row[0]): ast.literal_eval(named(row[1])) for row in rows(section("python.md", title)) if len(row) == 3}
+    shown = {named(row[0]): value_of(named(row[1])) for row in rows(section("python.md", title)) if len(row) == 3}
     assert shown == defaults_of(described)
+
+
+def value_of(text: str) -> object:
+    kind, _, member = text.partition("RequestOutputKind.")
+    return RequestOutputKind[member] if member and not kind else ast.literal_eval(text)
 
 
 @pytest.mark.parametrize("described", OUTPUTS)
@@ -70,11 +79,13 @@ def test_every_field_of_an_output_is_in_the_python_reference(described: Any) -> 
 
 
 def test_methods_errors_and_exports_are_those_of_the_code() -> None:
-    shown = [named(row[0]) for row in rows(section("python.md", "LLM")) if len(row) == 2]
-    assert {text.partition("(")[0] for text in shown} == {name for name in vars(LLM) if not name.startswith("_")}
-    for text in shown:
-        if "(" in text:
-            assert described_call(text) == called_with(getattr(LLM, text.partition("(")[0])), text
+    for cls in (LLM, AsyncLLM):
+        table = section("python.md", cls.__name__).partition("\n| method")[2].partition("\n\n")[0]
+        shown = [named(row[0]) for row in rows("| method" + table)]
+        assert {text.partition("(")[0] for text in shown} == {name for name in vars(cls) if not name.startswith("_")}
+        for text in shown:
+            if "(" in text:
+                assert described_call(text) == called_with(getattr(cls, text.partition("(")[0])), text
     family = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OctavoError)]
     listed = {named(row[0]): named(row[1]) for row in rows(section("python.md", "Errors"))}
     assert listed == {kind.__name__: kind.__bases__[-1].__name__ for kind in family}
@@ -87,11 +98,13 @@ def described_call(text: str) -> dict[str, object]:
     assert isinstance(function, ast.FunctionDef)
     names = [each.arg for each in function.args.args]
     values = [ast.literal_eval(each) for each in function.args.defaults]
-    return dict(zip(names, [inspect.Parameter.empty] * (len(names) - len(values)) + values))
+    keywords = {each.arg: ast.literal_eval(value) for each, value in zip(function.args.kwonlyargs, function.args.kw_defaults) if value}
+    return dict(zip(names, [inspect.Parameter.empty] * (len(names) - len(values)) + values)) | keywords
 
 
 def called_with(method: Any) -> dict[str, object]:
-    return {name: each.default for name, each in inspect.signature(method).parameters.items() if name != "self"}
+    """Without `**unknown`, which names what an argument of vLLM's is to be replaced by."""
+    return {name: each.default for name, each in inspect.signature(method).parameters.items() if name not in ("self", "unknown")}
 
 
 # -- flags and commands

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from octavo import LLM, SamplingParams, StructuredOutputs
+from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo import llm as llm_module
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError, UnavailableError
@@ -22,9 +22,11 @@ SCHEMA = {
 }
 GUIDED = [
     SamplingParams(temperature=0, max_tokens=120, structured_outputs={"json": SCHEMA}, logprobs=1),  # type: ignore[arg-type]
-    SamplingParams(seed=3, n=3, max_tokens=120, top_k=40, structured_outputs=StructuredOutputs(json=json.dumps(SCHEMA))),
-    SamplingParams(seed=4, top_p=0.9, max_tokens=60, presence_penalty=1, structured_outputs=StructuredOutputs(regex=r"[a-z]{4}\d/[ab]")),
-    SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputs(choice=("a girl", "a boy", "A dog"))),
+    SamplingParams(seed=3, n=3, max_tokens=120, top_k=40, structured_outputs=StructuredOutputsParams(json=json.dumps(SCHEMA))),
+    SamplingParams(
+        seed=4, top_p=0.9, max_tokens=60, presence_penalty=1, structured_outputs=StructuredOutputsParams(regex=r"[a-z]{4}\d/[ab]")
+    ),
+    SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(choice=("a girl", "a boy", "A dog"))),
 ]
 PLAIN = [SamplingParams(temperature=0, max_tokens=20, logprobs=2), SamplingParams(seed=9, max_tokens=25, top_p=0.9, min_tokens=5)]
 WAYS = {
@@ -87,14 +89,14 @@ def test_logprobs_are_those_of_the_raw_logits(said: dict[str, tuple[list[Request
 
 def test_limits_are_checked_once_for_the_prompts_of_a_call(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the caller's thread, before the engine hears of it; a step does not check at all."""
-    checked = list[StructuredOutputs]()
+    checked = list[StructuredOutputsParams]()
     monkeypatch.setattr(llm_module, "check_limits", lambda form: (checked.append(form), limits.check_limits(form)))
     with LLM(stories, num_gpu_blocks_override=200) as llm:
-        form = StructuredOutputs(grammar="\n" * 10_000 + 'start: "a"')
+        form = StructuredOutputsParams(grammar="\n" * 10_000 + 'start: "a"')
         outputs = llm.generate(["Once"] * 16, SamplingParams(n=2, structured_outputs=form))
         assert [sample.text for output in outputs for sample in output.outputs] == ["a"] * 32 and checked == [form]
         with pytest.raises(RequestError, match="repeats something 1,000,000 times"):
-            llm.generate("Once", SamplingParams(structured_outputs=StructuredOutputs(regex="(a{1000}){1000}")))
+            llm.generate("Once", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a{1000}){1000}")))
 
 
 @pytest.mark.parametrize("switches", ["", "grammar.timeout=1"])
@@ -107,7 +109,7 @@ def test_an_engine_process_finds_the_vocabulary_by_itself_and_fails_a_request_al
             def asked(params: SamplingParams) -> Ask:
                 return Ask(*llm.encoder.encode("Once upon a time"), params)
 
-            bad = SamplingParams(structured_outputs=StructuredOutputs(json='{"$ref": "#"}'))
+            bad = SamplingParams(structured_outputs=StructuredOutputsParams(json='{"$ref": "#"}'))
             good = [asked(params) for params in [*GUIDED[1:], PLAIN[1]]]
             refused, *told = await asyncio.gather(*(read(llm, one) for one in [asked(bad), *good]), return_exceptions=True)
             if switches:

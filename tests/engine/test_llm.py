@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from octavo.bench.loads import cpu
 from octavo.errors import EngineError, RequestError
 from octavo.outputs import TextDelta
@@ -59,12 +59,14 @@ def joined(deltas: list[TextDelta], index: int = 0) -> tuple[str, list[int]]:
 # promise: octavo-import-llm, get-tokenizer, prompts-str-list, requestoutput-request-id
 def test_every_form_of_a_prompt_gives_the_same_text(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(LONG)
-    forms: list[Any] = [LONG, ids, tuple(ids), {"prompt_token_ids": ids}]
+    named: list[Any] = [{"prompt_token_ids": ids}, {"prompt": LONG}, TokensPrompt(prompt_token_ids=ids), TextPrompt(prompt=LONG)]
+    named.append(TokensPrompt(prompt_token_ids=ids, prompt="as it was said"))
+    forms: list[Any] = [LONG, ids, tuple(ids), *named]
     outputs = [output for form in forms for output in llm.generate(form, GREEDY)] + llm.generate(forms, GREEDY)
     assert {text_of(output) for output in outputs} == {" outside in the park. One day, she saw a big, red ball."}
-    assert [output.prompt for output in outputs] == [LONG, None, None, None] * 2
+    assert [output.prompt for output in outputs] == [LONG, None, None, None, LONG, None, LONG, "as it was said"] * 2
     assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
-    assert len({output.request_id for output in outputs}) == 8
+    assert len({output.request_id for output in outputs}) == 16
     assert llm.generate([]) == []
 
 
@@ -177,6 +179,16 @@ def test_streams_and_generate_may_take_turns(stories: str, depth: int) -> None:
         assert_idle(llm)
 
 
+# promise: samplingparams-clone
+def test_params_that_are_changed_while_a_request_runs_change_later_requests_only(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, stop="ball")
+    stream = llm.stream(LONG, params)
+    deltas = [next(stream)]
+    params.max_tokens, params.include_stop_str_in_output = 30, True
+    assert joined([*deltas, *stream])[0] == " outside in the park. One day, she saw a big, red "
+    assert text_of(llm.generate(LONG, params)[0]) == " outside in the park. One day, she saw a big, red ball"
+
+
 # --- opening and closing ---------------------------------------------------------------------------------------------
 
 
@@ -239,7 +251,11 @@ REFUSED = [
     ([1, 2.0], None, "a prompt is a str, a list of token ids", "prompt", None),
     ([1, "2"], None, "a prompt is a str, a list of token ids", "prompt", None),
     ([[1]], None, "a prompt is a str, a list of token ids", "prompt", None),
-    ({"prompt": "Hi"}, None, "a prompt is a str, a list of token ids", "prompt", None),
+    ({"prompt": 5}, None, "a prompt is a str, a list of token ids", "prompt", None),
+    ({"prompt": None}, None, "a prompt is a str, a list of token ids", "prompt", None),
+    ({"prompt": "Hi", "prompt_token_ids": "Hi"}, None, "a prompt is a str, a list of token ids", "prompt", None),
+    ({"prompt": "Hi", "multi_modal_data": {}}, None, "no field 'multi_modal_data': images.* send text", "prompt", None),
+    ({"promt": "Hi"}, None, "a prompt has no field 'promt'; did you mean prompt", "prompt", None),
     (None, None, "a prompt is a str, a list of token ids", "prompt", None),
     ("a\ud83d", None, "unpaired surrogate at character 1", None, None),
     ([1] * 512, SamplingParams(max_tokens=1), "context length is 512 tokens.*512 in the prompt", "prompt", "context_length_exceeded"),
@@ -266,10 +282,11 @@ def test_one_bad_request_refuses_the_call_by_name_and_number(
 
 # promise: generate-prompts-params
 def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
-    for params, said in (([GREEDY], "2 prompts, but 1 sampling params"), ({"n": 1}, "params must be"), ([GREEDY, {}], "params must be")):
+    wrong = "sampling_params must be"
+    for params, said in (([GREEDY], "2 prompts, but 1 sampling params"), ({"n": 1}, wrong), ([GREEDY, {}], wrong)):
         with pytest.raises(RequestError, match=said) as refusal:
             llm.generate([PROMPT, LONG], params)  # type: ignore[arg-type]
-        assert refusal.value.param == "params"
+        assert refusal.value.param == "sampling_params"
     for prompts in (None, 5):
         with pytest.raises(RequestError, match="prompts must be one prompt or a list of them, not"):
             llm.generate(prompts)  # type: ignore[arg-type]
@@ -277,6 +294,22 @@ def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
     for messages in chats:
         with pytest.raises(RequestError, match="messages"):
             llm.chat(messages)
+
+
+def test_arguments_of_a_chat_are_refused_by_name(llm: LLM) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"chat_template": "{% if %}"}, "chat template of this call is not valid"),
+        ({"chat_template": 5}, "chat_template must be the text of a template, not int"),
+        ({"chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs must be an object, not list"),
+        ({"chat_template_kwargs": {"colour": True}}, "chat_template_kwargs has 'colour'; it may have enable_thinking"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt must be true or false, got 'yes'"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ({"tools": {"type": "function"}}, "tools must be a list, not dict"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\] must be"),
+    ]
+    for arguments, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            llm.chat([{"role": "user", "content": "Hi"}], GREEDY, **arguments)
 
 
 # promise: llm-dtype-max

@@ -16,7 +16,7 @@ from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, EngineError, OverloadError
 from octavo.messages import Beams
 from octavo.outputs import TextDelta
-from octavo.structured_outputs import StructuredOutputs
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
 
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=1.5)
@@ -97,7 +97,7 @@ def test_a_beam_search_begins_again_in_another_engine(endless: str) -> None:
 def test_a_grammar_goes_on_where_its_text_was(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
-            question = ask([1, 2], 300, n=2, structured_outputs=StructuredOutputs(regex="[a-z]{150}"))
+            question = ask([1, 2], 300, n=2, structured_outputs=StructuredOutputsParams(regex="[a-z]{150}"))
             quiet, found = samples(await read(llm, question)), list[TextDelta]()
             async for news in llm.generate(question):
                 found += news

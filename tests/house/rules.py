@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 BASE = frozenset(
     {"errors", "log", "child", "platforms", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages",
-     "outputs", "interrupt", "own_file", "progress", "fair_lock", "version"}
+     "inputs", "outputs", "metrics", "vllm_names", "interrupt", "own_file", "progress", "fair_lock", "version"}
 )
 
 # room -> the rooms it may import; a room may always import itself and BASE.
@@ -34,10 +34,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "worker": frozenset({"policy", "kernels", "attention", "quant", "layers", "models", "loading"}),
     "engine": frozenset({"policy", "text", "loading", "worker"}),
     "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
+    "async_llm": frozenset({"text", "loading", "engine"}),
     "server": frozenset({"client", "policy", "text", "loading", "engine"}),
     "bench": frozenset({"client", "report", "policy", "text", "loading", "worker", "engine", "llm"}),
     "cli": frozenset({"client", "report", "policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}),
-    "octavo": frozenset({"llm"}),  # octavo/__init__.py: the names a user imports
+    "octavo": frozenset({"llm", "async_llm"}),  # octavo/__init__.py: the names a user imports
     "__main__": frozenset({"cli"}),
 }
 

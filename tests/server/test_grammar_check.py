@@ -17,7 +17,7 @@ import pytest
 from octavo.errors import RequestError, UnavailableError
 from octavo.server.access import Caller, arrive_as
 from octavo.server.grammar_check import MOST_WAITING, GrammarChecker
-from octavo.structured_outputs import StructuredOutputs, structured_outputs
+from octavo.structured_outputs import StructuredOutputsParams, structured_outputs
 from octavo.text.grammar_text import _TOKEN, check_limits, grammar_text
 
 FINE = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
@@ -262,13 +262,13 @@ def test_a_wrong_start_of_the_child_is_told_as_such() -> None:
 
 def test_checks_read_a_text_once() -> None:
     """Sizes beyond the limits: going back at every character would take minutes."""
-    lark = StructuredOutputs(grammar="\n" * 40_000 + 'start: "a"')
+    lark = StructuredOutputsParams(grammar="\n" * 40_000 + 'start: "a"')
     start = time.process_time()
     for unclosed in ("[", "[^", r"\p{", "(?", "[[:", "(?a"):
         text = unclosed * (40_000 // len(unclosed))
         with pytest.raises(RequestError):
-            check_limits(StructuredOutputs(json=json.dumps({"pattern": text})))
-        grammar_text(StructuredOutputs(regex=text))
+            check_limits(StructuredOutputsParams(json=json.dumps({"pattern": text})))
+        grammar_text(StructuredOutputsParams(regex=text))
         list(_TOKEN.finditer(text))
     check_limits(lark)
     assert time.process_time() - start < 5

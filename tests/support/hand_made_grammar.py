@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import LLM, SamplingParams, StructuredOutputs
+from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.engine.grammar import Grammars
 
 
@@ -64,7 +64,7 @@ class HandMadeGrammars(Grammars):
     def check(self, params: SamplingParams) -> None:
         """Whatever is asked for was made by hand."""
 
-    def _compile(self, form: StructuredOutputs) -> "Future[Any]":
+    def _compile(self, form: StructuredOutputsParams) -> "Future[Any]":
         """At once, so that two engines let a request go at the same step."""
         guide: Future[Any] = Future()
         guide.set_result(HandGuide(self._vocab_size))
@@ -78,8 +78,8 @@ def use_hand_made_grammars(llm: LLM, vocab_size: int) -> None:
     llm._core.grammars = HandMadeGrammars(None, vocab_size, ())  # type: ignore[attr-defined]
 
 
-def hand_made(modulus: int, length: int) -> StructuredOutputs:
-    return StructuredOutputs(grammar=f"{modulus} {length}")
+def hand_made(modulus: int, length: int) -> StructuredOutputsParams:
+    return StructuredOutputsParams(grammar=f"{modulus} {length}")
 
 
 def obeys(token_ids: Sequence[int], modulus: int, length: int) -> bool:

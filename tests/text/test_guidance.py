@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from octavo.errors import RequestError
 from octavo.structured_outputs import structured_outputs
 from octavo.text import guidance
-from octavo.text.grammar_text import MAX_PROPERTIES, grammar_text
+from octavo.text.grammar_text import MAX_PROPERTIES, check_limits, grammar_text, joined_grammars
 from octavo.text.guidance import Guide
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import qwen_folder
@@ -44,6 +45,50 @@ def test_a_regex_accepts_what_pythons_does(regex: str, text: str) -> None:
 
 def test_digits_are_those_of_json() -> None:
     assert accepts({"regex": r"\d"}, "7") and not accepts({"regex": r"\d"}, "٧") and not accepts({"regex": r"[\d]"}, "１")
+
+
+SQL = """
+    root ::= select   # a comment, with a "quote" |
+
+    select ::= "SELECT " column " from " [a-z]+
+    column ::= "col_1"
+      | "col_\\u0032"
+      | [\\u00e0-\\u00ff/\\]] "#" """
+
+
+# promise: structured-outputs-params
+def test_a_grammar_may_be_ebnf_as_vllm_and_llama_cpp_write_it() -> None:
+    for text in ("SELECT col_1 from a", "SELECT col_2 from users", "SELECT é# from t", "SELECT /# from t", "SELECT ]# from t"):
+        assert accepts({"grammar": SQL}, text), text
+    for text in ("SELECT col_3 from a", "SELECT col_1 from ", "SELECT e# from t", "SELECT é from t"):
+        assert not accepts({"grammar": SQL}, text), text
+    deep = "root ::= " + "(" * 9999
+    for wrong, said in (("root ::= missing", "missing"), ("a ::= b", "b"), ('root ::= "a', "end of input"), (deep, "deep")):
+        with pytest.raises(RequestError, match=f"grammar is not valid EBNF: .*{said}"):
+            accepts({"grammar": wrong}, "a")
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False}
+TAG = {
+    "structures": [
+        {"begin": "<f=weather>", "schema": CITY, "end": "</f>"},
+        {"begin": "<f=time>", "schema": {"type": "object"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+# promise: structured-outputs-params
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_text_is_free_until_a_trigger_and_then_a_tag_with_its_json_must_follow(wrapped: bool) -> None:
+    form = structured_outputs({"structural_tag": json.dumps(TAG)})
+    check_limits(form)
+    grammar = {"grammar": joined_grammars("start: @form", {"form": form})} if wrapped else form
+    call = '<f=weather>{"city": "Rome"}</f>'
+    for text in ("", "It is sunny.", f"Ask: {call}", f"{call}{call} and {call}", "<f=time>{}</f>", "a <f or <b>"):
+        assert accepts(grammar, text), text
+    for text in ("<f=", "<f=other>", '<f=weather>{"city": "Oslo"}</f>', '<f=weather>{"city": "Rome"} ', "a\n<f=time>[]"):
+        assert not accepts(grammar, text), text
 
 
 letters = st.characters(exclude_categories=("Cs",), exclude_characters="\0")

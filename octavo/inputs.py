@@ -1,0 +1,74 @@
+"""The forms of a prompt, as a user gives them, and how each is read."""
+
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+from octavo.errors import RequestError, nearest
+from octavo.vllm_names import PROMPT_FIELDS
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]  # its text, for the output only: the ids are what the model reads
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, object]
+Conversation = Sequence[Message]
+
+FORMS = 'a prompt is a str, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}'
+
+
+def prompt_parts(prompt: object) -> tuple[str | None, list[int] | None]:
+    """Returns the text and the token ids of a prompt. It has at least one of them."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        return _parts_of_fields(prompt)
+    return None, _ids(prompt)
+
+
+def _parts_of_fields(fields: Mapping[object, object]) -> tuple[str | None, list[int] | None]:
+    known = TokensPrompt.__annotations__
+    for name, value in fields.items():
+        if name not in known and value is not None:
+            hint = PROMPT_FIELDS.get(str(name))
+            raise RequestError(f"a prompt has no field {str(name)[:40]!r}{f': {hint}' if hint else nearest(str(name), known)}", "prompt")
+    text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    if (text is None and ids is None) or not isinstance(text, str | None):
+        raise RequestError(FORMS, "prompt")
+    return text, None if ids is None else _ids(ids)
+
+
+def _ids(value: object) -> list[int]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not all(type(token) is int for token in value):
+        raise RequestError(FORMS, "prompt")
+    return list(value)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns one prompt or many as a list. A flat list of ints is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}", "prompts")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    """Returns one conversation or many as a list. An empty list is a conversation without messages, which the template refuses."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(f"messages must be a list of messages or of such lists, not {type(messages).__name__}", "messages")
+    if not messages or isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return messages  # type: ignore[return-value]
