@@ -1,6 +1,6 @@
 """LangChain talks to a running server: invoke, stream, batch, tools, structured output, and a conversation that is too long.
 
-`octavo serve --tool-call-parser hermes` in one terminal (the default model's template has no form of calls of its own); here
+`octavo serve --tool-call-parser hermes` in one terminal (the default model's template has no place for tools of its own); here
 `pip install langchain-openai`, then `python examples/langchain_chat.py [URL]`.
 """
 
@@ -34,11 +34,11 @@ def joined(pieces: Iterable[BaseMessageChunk]) -> BaseMessageChunk:
 def main(url: str) -> None:
     model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="SmolLM2-135M-Instruct", temperature=0, max_tokens=48, stream_usage=True)
 
-    answer = model.invoke("What is the capital of France?")
-    print("invoke    ", answer.text, answer.usage_metadata)
+    answer = model.invoke("What colour is the sky?")
+    print("invoke    ", repr(answer.text), answer.usage_metadata)
 
     answer = joined(model.stream("Name three colours."))
-    print("stream    ", answer.text, answer.usage_metadata)
+    print("stream    ", repr(answer.text), answer.usage_metadata)
 
     print("batch     ", [answer.text for answer in model.batch(["Say hello.", "Say goodbye."])])
 

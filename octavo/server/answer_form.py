@@ -24,6 +24,7 @@ from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool
 from octavo.text.tools import ToolChoice, text_parameters, tool_name
 
 TYPES = ("text", "json_object", "json_schema")
+TOOL_TEMPLATE_PARSERS = ("hermes", "qwen3_coder")  # they read the calls that PromptEncoder's TOOL_TEMPLATE describes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class AnswerForm:
     names: tuple[str, ...]  # names of the tools offered
     parallel: bool  # whether an answer may have several calls
     texts: frozenset[tuple[str, str]] = frozenset()  # tools and their parameters that are text
+    only_calls: bool = False  # whether a call is forced, so that none of the answer is content
 
     @property
     def is_plain(self) -> bool:
@@ -50,11 +52,17 @@ class AnswerForm:
         return self.reasoning == "none" and (self.calls == "none" or not self.names)
 
 
-def answer_form(server: Server, tools: Sequence[Mapping[str, object]], parallel: bool | None) -> AnswerForm:
+def add_tool_template(server: Server) -> bool:
+    """Adds our template for conversations with tools if the format of calls is set to the one it describes. Returns whether it is used."""
+    return server.config.tool_call_parser in TOOL_TEMPLATE_PARSERS and server.llm.encoder.add_tool_template()
+
+
+def answer_form(server: Server, tools: Sequence[Mapping[str, object]], choice: ToolChoice, parallel: bool | None) -> AnswerForm:
     template = server.llm.encoder.template
     reasoning = reasoning_family(server.config.reasoning_parser, template)
     calls = tool_call_family(server.config.tool_call_parser, template)
-    return AnswerForm(reasoning, calls, tuple(map(tool_name, tools)), parallel is not False, text_parameters(tools))
+    names = tuple(map(tool_name, tools))
+    return AnswerForm(reasoning, calls, names, parallel is not False, text_parameters(tools), choice.mode == "required")
 
 
 def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) -> list[ReasoningTokens]:
@@ -130,12 +138,15 @@ class AnswerParts:
     """Takes an answer apart into thinking, text and tool calls, as its text comes."""
 
     def __init__(self, form: AnswerForm, prompt: str, stream: bool) -> None:
-        self._parallel = form.parallel
+        self._parallel, self._only_calls = form.parallel, form.only_calls
         self._splitter = reasoning_splitter(form.reasoning, prompt)
-        self._parser = tool_call_parser(form.calls, form.names, stream, form.texts)
+        self._parser = tool_call_parser(form.calls, form.names, stream and not form.only_calls, form.texts)
 
     def push(self, text: str, ended: bool) -> list[Part]:
-        """Takes the next piece of text, and returns the parts that are now certain, in order."""
+        """Takes the next piece of text, and returns the parts that are now certain, in order.
+
+        Where a call is forced, the only text is what `max_tokens` left of an unfinished call. It is dropped.
+        """
         parts: list[Part] = []
         for piece in self._splitter.push(text) + (self._splitter.flush() if ended else []):
             if piece.kind == "reasoning":
@@ -143,11 +154,17 @@ class AnswerParts:
             elif piece.kind == "content":
                 parts += self._parser.push(piece.text)
         parts += self._parser.flush() if ended else []
-        return [part for part in parts if self._parallel or not isinstance(part, ToolCallDelta) or part.index == 0]
+        return [part for part in parts if self._belongs(part)]
+
+    def _belongs(self, part: Part) -> bool:
+        if isinstance(part, ToolCallDelta):
+            return self._parallel or part.index == 0
+        return isinstance(part, Thought) or not self._only_calls
 
     @property
-    def has_calls(self) -> bool:
-        return self._parser.num_calls > 0
+    def num_calls(self) -> int:
+        """The number of complete calls."""
+        return self._parser.num_calls
 
 
 def thoughts_of(parts: Sequence[Part]) -> str:

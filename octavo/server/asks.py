@@ -12,6 +12,7 @@ each value by itself. Here are the limits of this server, for single fields and 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
@@ -78,11 +79,12 @@ async def chat_ask(
     text, ids = await _encode_chat(request, server, messages, offered, body.chat_template_kwargs)
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids)], server.llm.facts.limits)
-    form = answer_form(server, offered, body.parallel_tool_calls)
+    form = answer_form(server, offered, choice, body.parallel_tool_calls)
     if beams is not None and choice.mode == "required":
         raise RequestError("tool_choice cannot demand a call in a beam search; leave it out, or use_beam_search", "tool_choice")
     if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
         written = partial(chat_grammar, asked, form, offered, choice, text)
+        params = params if choice.mode != "required" else replace(params, stop=(), stop_token_ids=())  # what ends text ends no call
         params = await held_to(server, params, await server.threads.run("bodies", request, written))
     return Ask(text, ids, params, *terms, bad_words=words, beams=beams), form
 

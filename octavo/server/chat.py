@@ -74,7 +74,7 @@ class _Choice:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if self.taking_apart is not None:
             parts = self.taking_apart.push(delta.text, delta.finish_reason is not None)
-            if delta.finish_reason == "stop" and self.taking_apart.has_calls:
+            if delta.finish_reason == "stop" and self.taking_apart.num_calls:
                 self.finish_reason = "tool_calls"
         return parts
 

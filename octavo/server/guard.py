@@ -4,7 +4,7 @@
     path, host    must be well-formed, and the host allowed
     origin        web sites that are not allowed are refused; preflight requests of browsers are answered here
     key           Bearer, see access.py
-    body          its content type and declared length first, its length and time while it is read
+    body          its content type (none counts as JSON) and declared length first, its length and time while it is read
 
 After an early answer the rest of the body is read for a moment, so that a client that is still sending can read the answer.
 """
@@ -115,7 +115,8 @@ class IncomingBody:
             return
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise ApiError(415, "compressed bodies are not supported; send the body without Content-Encoding")
-        if not _JSON.fullmatch(self._headers.get(b"content-type", b"")):
+        # web pages can send a body without a type to other sites, but not without their Origin, which has been checked
+        if not _JSON.fullmatch(self._headers.get(b"content-type", b"application/json")):
             raise ApiError(415, "the body must be JSON in UTF-8, with Content-Type: application/json")
         self._count(int(self._headers.get(b"content-length", b"0")))
 

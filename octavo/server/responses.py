@@ -176,7 +176,9 @@ class _Answer:
     def _end(self) -> str:
         """Closes the last item, and returns the events for it. An empty answer becomes an empty message."""
         empty = "" if self._output.items else self._output.add("")
-        return empty + self._output.close(self._status)
+        calls = [item for item in self._output.items if item.kind == "function_call"]
+        is_whole = calls[-1:] == self._output.items[-1:] and self._parts.num_calls >= len(calls)  # what was cut off came after it
+        return empty + self._output.close("completed" if is_whole else self._status)
 
     @property
     def _status(self) -> str:

@@ -32,6 +32,7 @@ from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
+from octavo.server.answer_form import add_tool_template
 from octavo.server.app import build_app
 from octavo.server.listen import url_of
 from octavo.server.metrics import Numbers, shared_file
@@ -43,6 +44,7 @@ from octavo.server.records import open_spans
 from octavo.server.siblings import Orders, Siblings, take_orders
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
+from octavo.text.prompt import TOOL_TEMPLATE
 
 SWITCH_SECONDS = 0.0005  # how long a thread may keep the event loop waiting
 KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should close it first
@@ -77,6 +79,8 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
         model_name = config.served_model_name or text.source.name
         observer = _observer(config, model_name, shared_file() if config.api_processes > 1 else None)
         server = Server(llm, config, model_name, observer)
+        if add_tool_template(server):
+            logger.info("The model's chat template has no place for tools: conversations with tools use Octavo's %s", TOOL_TEMPLATE.name)
         server.recorder = None if config.record is None else Recorder(config.record)
         found = replace(engine, model=str(text.source.path), revision=None)  # siblings do not look for the model again
         orders = Orders(found, config, llm.address, server.model_name, pins=pins)
@@ -90,7 +94,9 @@ async def _further(orders: Orders, listener: socket.socket) -> int:
     serving = _serving(orders.server, orders.row + orders.starts * NUMBERS)
     llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address, pins=PinBook(orders.pins))
     observer = _observer(orders.server, orders.model_name, orders.shared, orders.row)
-    process = ApiProcess(Server(llm, orders.server, orders.model_name, observer), listener)
+    server = Server(llm, orders.server, orders.model_name, observer)
+    add_tool_template(server)
+    process = ApiProcess(server, listener)
     return await process.run_to_end()
 
 

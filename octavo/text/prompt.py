@@ -16,6 +16,8 @@ from octavo.text.tokenizer import Tokenizer
 
 TEMPLATE_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_final_message")
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
+TOOL_TEMPLATE = Path(__file__).with_name("tool_template.jinja")
+CHATML = "<|im_start|>"
 
 
 class PromptEncoder:
@@ -25,10 +27,26 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         source, name = (None, "") if tokenizer is None else _template_source(tokenizer, template_file)
         self.template = source  # its text, where there is one
+        self._is_own = template_file is None  # the model's, or one that the user gave
         self._template = None
         self._given: tuple[str, ChatTemplate] | None = None  # the newest template that came with a call, and its text
+        self._tool_template: ChatTemplate | None = None  # for conversations with tools
         if source is not None and tokenizer is not None:
             self._template = ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
+
+    def add_tool_template(self) -> bool:
+        """Gives conversations with tools a place for them, TOOL_TEMPLATE, if the model's own ChatML has none. Returns whether it did.
+
+        Conversations without tools keep the model's own template.
+        """
+        if self._needs_tool_template:
+            variables = {"system_prompt": self.default_system_prompt()}
+            self._tool_template = ChatTemplate(TOOL_TEMPLATE.read_text(encoding="utf-8"), TOOL_TEMPLATE.name, "", "", variables)
+        return self._needs_tool_template
+
+    @property
+    def _needs_tool_template(self) -> bool:
+        return self._template is not None and self._is_own and CHATML in str(self.template) and not self._template.reads_tools
 
     def encode(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
         """Returns the prompt's text, or None if it has none, and its ids. A text too long for `limit` tokens is refused untokenised."""
@@ -87,11 +105,14 @@ class PromptEncoder:
     ) -> str:  # fmt: skip
         """Returns the conversation as the template writes it. `given`: the text of a template to use instead of the model's"""
         template = self._chosen_template(given)
-        if tools and not template.reads_tools:
-            message = "the chat template of this model has no place for tools; leave them out, or give a template with --chat-template"
-            raise RequestError(message, "tools", "unsupported_parameter")
         _check_options(options)
         plain, goes_on = check_messages(messages), bool(options.get("continue_final_message"))
+        if given is None and self._tool_template is not None and (tools or any(map(_is_of_tools, plain))):
+            template = self._tool_template
+        if tools and not template.reads_tools:
+            instead = "serve it with --tool-call-parser hermes" if self._needs_tool_template else "give a template with --chat-template"
+            message = f"the chat template of this model has no place for tools; leave them out, or {instead}"
+            raise RequestError(message, "tools", "unsupported_parameter")
         thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
         text = template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
         if goes_on:
@@ -149,6 +170,10 @@ def template_options(
     if add_generation_prompt is not None:
         options["add_generation_prompt"] = add_generation_prompt
     return {**options, **(given or {})}
+
+
+def _is_of_tools(message: Message) -> bool:
+    return message["role"] == "tool" or "tool_calls" in message
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -210,12 +235,12 @@ _NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
 
 
 class ChatTemplate:
-    def __init__(self, source: str, name: str, bos_token: str, eos_token: str) -> None:
-        """`name` says where the template comes from, for errors."""
+    def __init__(self, source: str, name: str, bos_token: str, eos_token: str, variables: Mapping[str, object] = _NO_VARIABLES) -> None:
+        """`name` says where the template comes from, for errors. `variables`: what it may read in every conversation."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(f"chat template of {name} has {len(source):,} characters, at most {MAX_SOURCE_CHARS:,} are taken")
         self._name = name
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._constants = {**variables, "bos_token": bos_token, "eos_token": eos_token}
         self._source = source
         self._idle = [self._build()]  # a sandbox has one meter, so it renders for one thread at a time
 
@@ -240,7 +265,7 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt text. `variables`: extra names that the template may read, such as enable_thinking."""
         given: dict[str, object] = {"messages": messages, "tools": tools, "documents": None}
-        given |= {"add_generation_prompt": add_generation_prompt, **self._tokens}
+        given |= {"add_generation_prompt": add_generation_prompt, **self._constants}
         if clash := given.keys() & variables.keys():
             raise RequestError(f"chat template variable {min(clash)!r} is set by the engine and cannot be given", param=min(clash))
         try:

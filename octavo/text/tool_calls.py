@@ -34,6 +34,7 @@ from octavo.text.xml_calls import XML_TEMPLATE, Texts
 
 # as templates write JSON; it also keeps a small model from writing spaces for ever
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+PLAIN = {"$defs", "$schema", "definitions", "description", "properties", "required", "title", "type"}  # of a plain list of parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +111,8 @@ def forced_call(family: str, tools: Sequence[Mapping[str, object]], parallel: bo
 def _schema(function: Mapping[str, object]) -> dict[str, object]:
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping):  # a function of no parameters
-        parameters = {"properties": {}, "additionalProperties": False}
+        parameters = {"properties": {}}
+    properties: Mapping[str, object] | None = parameters.get("properties")
+    if properties is not None and parameters.keys() <= PLAIN and set(parameters.get("required", ())) <= set(properties):
+        parameters = {**parameters, "additionalProperties": False}  # a small model makes up more and more
     return {**parameters, "type": "object", "x-guidance": FORM}

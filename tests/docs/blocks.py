@@ -3,14 +3,20 @@
 A `python` block is run. A `bash` block is run if every command in it starts with one of RUNNABLE; its `make` lines are
 checked against the Makefile instead (running them would set up and test the clone from inside its own tests). Anything
 else needs `<!-- no-run: reason -->` on a line above the block. Blocks in other languages, or in none, are for the eye.
+
+A line `octavo serve ...` starts a server in the background, for the other commands. A block that talks to ADDRESS without such a
+line gets a server without flags. Either listens on a port of its own, which takes the place of ADDRESS.
 """
 
 import re
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 OPT_OUT = re.compile(r"<!-- no-run: (?P<reason>[^\n]*?\w[^\n]*?) -->\s*\Z")
-RUNNABLE = ("octavo", "python", "echo", "printf", "cat", "head")
+RUNNABLE = ("octavo", "python", "curl", "echo", "printf", "cat", "head")
+SERVE = re.compile(r"octavo serve\b(?!.*--show-config)")
+ADDRESS = "127.0.0.1:8000"
 MAKE = re.compile(r"^(\w+=\S+ )*make\b")
 
 
@@ -33,9 +39,20 @@ class Block:
         return [word for line in words for word in line if "=" not in word]
 
     @property
+    def server(self) -> tuple[str, ...] | None:
+        """The words behind `octavo serve` for the server that this block talks to, or None if it needs none."""
+        started = [tuple(shlex.split(command, comments=True)[2:]) for command in self.commands if SERVE.match(command)]
+        assert len(started) <= 1, f"{self.name}: one server is started for a block"
+        return started[0] if started else () if ADDRESS in self.text else None
+
+    def at(self, address: str) -> "Block":
+        """The same block for a server at this address."""
+        return replace(self, text=self.text.replace(ADDRESS, address))
+
+    @property
     def script(self) -> str:
-        """What bash runs of it: all but the make lines."""
-        return "\n".join(command for command in self.commands if not MAKE.match(command))
+        """What bash runs of it: all but the lines of make and of a server."""
+        return "\n".join(command for command in self.commands if not MAKE.match(command) and not SERVE.match(command))
 
     @property
     def unknown_commands(self) -> list[str]:

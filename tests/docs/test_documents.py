@@ -1,25 +1,40 @@
-"""Every code block of the README, CONTRIBUTING and docs/ does what it says: it runs, in an empty folder.
+"""Every code block of the README, CONTRIBUTING and docs/ does what it says: it runs, in a folder that has nothing but examples/.
 
 Blocks of Python run as they stand. Those of the shell run without the default model's weights, but for `octavo verify`, which has a smaller
-model's; by hand (`-m soak`) they run as they stand, too.
+model's; by hand (`-m soak`) they run as they stand, too. Servers run as they stand, in processes of their own.
 """
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.cli.processes import FAKE
 from tests.docs.blocks import Block, code_blocks, targets_of
+from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for path in DOCUMENTS if path.exists() for block in code_blocks(path.relative_to(ROOT).as_posix(), path.read_text())]
 SECONDS = 240  # on a machine that is busy with other tests
+MOST_NOT_RUN = 15
+PRINTED = {  # by examples that call tools, besides what the model likes to say
+    "langchain_chat.py": [
+        r"invoke .*'output_tokens': \d+", r"stream .*'output_tokens': \d+", r"batch  .*\[.*, .*\]",
+        r"(tools|streamed) .*'name': 'weather', 'args': \{'city': '.*', 'days': \d+\}", r"structured Person\(name='.*', age=\d+\)",
+        "too long   400 context_length_exceeded",
+    ],
+    "agents_tools.py": [r"(whole|streamed) .*weather\(\{.*\}\) \| -> \d+ sunny days in .* \| \w", "ChatCompletions", "Responses"],
+}  # fmt: skip
+CURL = "silent\nshow-error\nfail-with-body\n"  # an answer that is an error is a failure
 
 
 def run(block: Block, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -29,16 +44,34 @@ def run(block: Block, folder: Path, **more: str) -> subprocess.CompletedProcess[
     else:
         command = ["bash", "-euo", "pipefail", "-c", block.script]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **more}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CURL_HOME": str(folder), **more}
+    (folder / ".curlrc").write_text(CURL)
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
     return subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
 
 
 RUNNABLE = [block for block in BLOCKS if not block.reason]
+Serving = Callable[[Block], Block]
 
 
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    """Starts the server that a block needs, or finds the one that runs with the same flags; gives the block with its address."""
+    with ExitStack() as stack:
+
+        @cache
+        def address(words: tuple[str, ...]) -> str:
+            server = stack.enter_context(ServerProcess("octavo serve", *words, watch=""))
+            return f"{server.host}:{server.port}"
+
+        yield lambda block: block if block.server is None else block.at(address(block.server))
+
+
+# promise: documents-run, langchain-works-context, agents-works, tools-default-model
 @pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: block.name)
-def test_block_runs(block: Block, tmp_path: Path) -> None:
-    more = {}
+def test_block_runs(block: Block, tmp_path: Path, serving: Serving) -> None:
+    block, more = serving(block), {}
     if block.language == "bash":
         assert block.unknown_commands == [], "not run here; add <!-- no-run: reason --> above the block"
         if "octavo verify" in block.script:
@@ -48,18 +81,25 @@ def test_block_runs(block: Block, tmp_path: Path) -> None:
             more = FAKE
     result = run(block, tmp_path, **more)
     assert result.returncode == 0, result.stdout + result.stderr
+    for line in [line for script, lines in PRINTED.items() if script in block.script for line in lines]:
+        assert re.search(line, result.stdout), f"{line} is not in {result.stdout}"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("block", [block for block in RUNNABLE if block.language == "bash"], ids=lambda block: block.name)
-def test_block_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
-    result = run(block, tmp_path)
+def test_block_runs_as_it_stands(block: Block, tmp_path: Path, serving: Serving) -> None:
+    result = run(serving(block), tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=lambda block: block.name)
 def test_make_targets_exist(block: Block) -> None:
     assert set(block.make_targets) <= targets_of((ROOT / "Makefile").read_text())
+
+
+# promise: documents-run
+def test_few_blocks_are_not_run() -> None:
+    assert len([block for block in BLOCKS if block.reason]) <= MOST_NOT_RUN
 
 
 def test_readme_shows_runnable_python_and_shell() -> None:
@@ -97,6 +137,14 @@ def test_blocks_are_read_as_they_stand() -> None:
     assert mixed.commands[0] == "echo one two; ls"
     assert mixed.make_targets == ["test"]
     assert mixed.unknown_commands == ["rm -rf octavo"]
+
+
+def test_a_block_says_which_server_it_talks_to() -> None:
+    ask = "curl http://127.0.0.1:8000/health"
+    texts = (f"octavo serve --port 8000  # in another terminal\n{ask}", ask, "octavo serve --config a.toml --show-config")
+    flags, plain, none = (Block("a.md:1", "bash", text, "") for text in texts)
+    assert (flags.server, plain.server, none.server) == (("--port", "8000"), (), None)
+    assert flags.at("127.0.0.1:1234").script == "curl http://127.0.0.1:1234/health"
 
 
 def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:

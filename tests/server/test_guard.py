@@ -59,7 +59,8 @@ def test_a_request_id_comes_back_if_it_is_short_and_printable(open_server: Serve
     ("headers", "status"),
     [
         ({"content_type": "text/plain"}, 415),
-        ({"content_type": "-"}, 415),
+        ({"content_type": "-"}, 200),
+        ({"content_type": ""}, 415),
         ({"content_type": "application/x-www-form-urlencoded"}, 415),
         ({"content_type": "application/json; charset=latin-1"}, 415),
         ({"content_type": "Application/JSON; charset=UTF-8"}, 200),
@@ -74,6 +75,15 @@ def test_a_body_is_plain_json(open_server: ServerProcess, headers: dict[str, str
     assert reply.status == status
     if status != 200:
         refused(reply, status)
+
+
+# promise: body-without-type
+def test_a_body_without_a_type_gets_the_answer_of_its_route_unless_a_foreign_page_sent_it(open_server: ServerProcess) -> None:
+    assert refused(open_server.ask("POST", "/v1/nothing", {}, content_type="-"), 404, "not_found_error")
+    assert "not valid JSON" in str(refused(open_server.ask("POST", "/tokenize", b"prompt=Once", content_type="-"), 400)["message"])
+    for origin in ("https://evil.example", "null"):  # a page can send such a body without asking first
+        reply = open_server.ask("POST", "/tokenize", {"prompt": "Once"}, content_type="-", origin=origin)
+        assert refused(reply, 403, "permission_error")["code"] == "origin_not_allowed"
 
 
 # promise: allowed-origins

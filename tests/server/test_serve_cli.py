@@ -140,13 +140,19 @@ def test_it_listens_on_this_machine_alone_unless_told_otherwise(tmp_path: Path) 
         assert json.loads(recording.read_bytes().splitlines()[0])["text"] is False
 
 
-# promise: api-processes
+# promise: api-processes, tools-default-model
 def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> None:
-    with ServerProcess("octavo serve", "--api-processes", "2", "--api-key", "sk-secret", env=NO_WEIGHTS, forks=False) as server:
+    flags = ("--api-processes", "2", "--api-key", "sk-secret", "--tool-call-parser", "hermes")
+    with ServerProcess("octavo serve", *flags, env=NO_WEIGHTS, forks=False) as server:
         deadline, pids = time.monotonic() + SECONDS, family(server.process.pid)
         while server.stderr.count("unheard_of") < 2 and time.monotonic() < deadline:  # each process warns once
             assert server.ask("POST", "/tokenize", {"prompt": "a", "unheard_of": 1}, authorization="Bearer sk-secret").status == 200
         assert server.stderr.count("unheard_of") == 2 and len(pids) >= 3
+        tool = {"type": "function", "function": {"name": "weather"}}
+        asked = {"messages": [{"role": "user", "content": "weather?"}], "tools": [tool], "max_tokens": 2}
+        for _ in range(8):  # whoever answers, it has a place for tools
+            assert server.ask("POST", "/v1/chat/completions", asked, authorization="Bearer sk-secret").status == 200
+        assert server.stderr.count("chat template has no place for tools") == 1
         assert all(b"sk-secret" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids - {server.process.pid})
         server.process.kill()
         assert gone(pids, 5)

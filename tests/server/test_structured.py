@@ -274,6 +274,43 @@ def check_call(name: str, arguments: str, choice: str) -> None:
     assert value in ({"city": "Paris"}, {"city": "Oslo"}) if name == "weather" else set(value) == {"a"} and 0 <= value["a"] <= 999
 
 
+# promise: forced-call-whole
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_forced_call_that_is_cut_off_is_left_out_and_no_text_either(client: openai.OpenAI, choice: str) -> None:
+    """A stop string ends no call: the client does not see the text that it would be found in."""
+    named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    flat: Any = [{"type": "function", **one["function"]} for one in TOOLS]
+    mode: Any = choice if choice == "required" else {"type": "function", "name": choice}
+    numbers = set()
+    for most in (1, 4, 12, 24, 40, 60, 90):
+        forced: Any = {**ASKED, "tools": TOOLS, "tool_choice": named, "max_tokens": most, "stop": ["\n", '"'], "seed": 5}
+        answer = client.chat.completions.create(**forced).choices[0]
+        text, calls, end = joined(client.chat.completions.create(**forced, stream=True))
+        whole = [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or []]  # type: ignore[union-attr]
+        assert (text, calls, end) == (answer.message.content or "", whole, answer.finish_reason) and not text
+        said: Any = {"input": "Once", "tools": flat, "tool_choice": mode, "max_output_tokens": most, "temperature": 1.5}
+        response = client.responses.create(model="stories", **said)
+        whole += [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
+        for name, arguments in whole:
+            check_call(name, arguments, choice)
+        assert not response.output_text and all(item.type != "function_call" or item.status == "completed" for item in response.output)
+        numbers.add(len(calls))
+        assert end == "length" if not calls else end in ("length", "tool_calls")
+    assert len(numbers) > 1
+
+
+def joined(stream: Any) -> tuple[str, list[tuple[str, str]], str]:
+    """The text, the calls and the finish reason of a stream."""
+    text, calls, end = "", list[tuple[str, str]](), ""
+    for choice in (choice for chunk in stream for choice in chunk.choices):
+        text, end = text + (choice.delta.content or ""), choice.finish_reason or end
+        for delta in choice.delta.tool_calls or []:
+            calls += [("", "")] * (delta.index == len(calls))
+            name, arguments = calls[delta.index]
+            calls[delta.index] = (name + (delta.function.name or ""), arguments + (delta.function.arguments or ""))
+    return text, calls, end
+
+
 # promise: tool-choice-auto
 def test_several_calls_may_be_forced_at_once(client: openai.OpenAI) -> None:
     forced: Any = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}

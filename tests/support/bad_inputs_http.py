@@ -123,9 +123,11 @@ SURROGATES = [
 
 
 def _kinds(server: Watched) -> None:
-    for kind in ("text/plain", "-", "application/x-www-form-urlencoded", "application/json; charset=latin-1", "multipart/form-data"):
+    for kind in ("text/plain", "", "application/x-www-form-urlencoded", "application/json; charset=latin-1", "multipart/form-data"):
         refused(server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS], content_type=kind), 415)
     assert server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS], content_type="Application/JSON; charset=UTF-8").status == 200
+    assert server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS], content_type="-").status == 200  # none at all
+    refused(server.ask("POST", COMPLETIONS, b"prompt=Once", content_type="-"), 400)
 
 
 def _first_lines(server: Watched) -> None:
@@ -159,7 +161,7 @@ def _pipelined(server: Watched) -> None:
     for first, status in (
         (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         (POST + b"Content-Length: 1\r\n\r\n{", 400),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello", 415),
+        (POST.replace(b"application/json", b"text/plain") + b"Content-Length: 5\r\n\r\nhello", 415),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
     ):
         replies = server.send(first + second)

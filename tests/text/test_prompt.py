@@ -1,5 +1,6 @@
 """Conversations with options, and texts that are too long to be worth tokenising."""
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
-from octavo.text.prompt import PromptEncoder
+from octavo.loading.resolve import resolve_model
+from octavo.loading.text_side import load_tokenizer
+from octavo.text.prompt import TOOL_TEMPLATE, ChatTemplate, PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import DATA, gpt2_metadata, qwen_folder, stories_metadata
 
@@ -50,6 +53,60 @@ def test_other_options_are_refused(qwen: PromptEncoder, options: dict[str, Any])
     with pytest.raises(RequestError) as caught:
         qwen.encode_chat([USER], options=options)
     assert caught.value.param == "chat_template_kwargs"
+
+
+# ---- a place for tools
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CALLS = [{"id": name, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}} for name in ("weather", "clock")]
+CALLED: list[Any] = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    *({"role": "tool", "tool_call_id": name, "content": f"<{name}>"} for name in ("clock", "weather", "other")),
+]
+
+
+def default_encoder(template: str | None = None) -> PromptEncoder:
+    return PromptEncoder(load_tokenizer(resolve_model(None)), template)
+
+
+# promise: tools-default-model
+def test_our_template_gives_chatml_a_place_for_tools_and_changes_no_other_conversation() -> None:
+    plain, encoder = default_encoder(), default_encoder()
+    assert encoder.add_tool_template()
+    assert encoder.encode_chat([USER]) == plain.encode_chat([USER])
+    with pytest.raises(RequestError, match=r"no place for tools.* --tool-call-parser hermes"):
+        plain.encode_chat([USER], [WEATHER])
+    text, _ = encoder.encode_chat([USER], [WEATHER])
+    system, _, rest = text.partition("\n\n# Tools\n\n")
+    assert plain.encode_chat([USER])[0].startswith(system) and system.endswith("trained by Hugging Face")
+    assert '"name": "weather"' in rest and rest.endswith("<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    answered, _ = encoder.encode_chat(CALLED)  # also where the tools are not offered again
+    calls = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 1}}}}\n</tool_call>' for name in ("weather", "clock"))
+    results = "The result of clock is: <clock>\nThe result of weather is: <weather>\nThe result of the call is: <other>\n"
+    assert f"<|im_start|>assistant\n{calls}<|im_end|>\n<|im_start|>user\n{results}Answer in a sentence.<|im_end|>\n" in answered
+
+
+# promise: tools-default-model
+def test_a_template_that_was_given_or_that_has_tools_or_is_no_chatml_stays(tmp_path: Path, qwen: PromptEncoder) -> None:
+    chatml = tmp_path / "chatml.jinja"
+    chatml.write_text(str(default_encoder().template))
+    assert not default_encoder(str(chatml)).add_tool_template() and not qwen.add_tool_template()
+    folder = qwen_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert not PromptEncoder(Tokenizer.from_folder(folder), None).add_tool_template()
+
+
+# promise: tools-default-model
+def test_our_template_says_of_tools_and_calls_what_qwen_says() -> None:
+    reference = json.loads((DATA / "refs" / "chat_template_renders.json").read_text(encoding="utf-8"))
+    system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    template = ChatTemplate(TOOL_TEMPLATE.read_text(encoding="utf-8"), "ours", "", "", {"system_prompt": system})
+    for name, expected in reference["renders"]["Qwen-Qwen2.5-7B-Instruct.jinja"].items():
+        given = reference["conversations"][name]
+        text = template.render(given["messages"], tools=given["tools"])
+        results = expected.find("<|im_start|>user\n<tool_response>")
+        assert text == expected if results < 0 else text.startswith(expected[:results]), name
 
 
 @pytest.mark.parametrize("metadata", [gpt2_metadata, stories_metadata])

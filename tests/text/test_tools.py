@@ -170,7 +170,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def written(family: str, name: str, arguments: dict[str, str]) -> str:
+def written(family: str, name: str, arguments: dict[str, Any]) -> str:
     if family == "pythonic":
         return f"[{name}(**{json.dumps(arguments, ensure_ascii=False)})]"
     key = "parameters" if family == "llama3_json" else "arguments"
@@ -187,6 +187,23 @@ def test_a_forced_call_is_one_of_these_as_templates_write_it(family: str, word: 
     for name, arguments in (("rm", {"x": word}), ("say", {"x": word + "1234"}), ("say", {"y": word})):
         assert not takes(grammar, written(family, name, arguments))
     assert not takes(grammar, "Sure. " + call) and not takes(grammar, "")
+
+
+# promise: forced-call-whole
+@pytest.mark.parametrize(
+    ("parameters", "may_add"),
+    [
+        ({"properties": {"x": {"type": "integer"}}, "required": ["x"], "title": "X"}, False),
+        ({"properties": {"x": {"type": "integer"}}, "additionalProperties": True}, True),
+        ({"properties": {"x": {"type": "integer"}}, "required": ["y"]}, True),
+        ({}, True),
+    ],
+)
+def test_a_forced_call_has_the_parameters_that_are_listed(parameters: dict[str, object], may_add: bool) -> None:
+    tools = check_tools([{"type": "function", "function": {"name": "say", "parameters": parameters}}])
+    grammar = f"start: answer\n{forced_call('hermes', tools, parallel=False)}"
+    assert takes(grammar, written("hermes", "say", {"x": 1})) != ("y" in parameters.get("required", ()))  # type: ignore[operator]
+    assert takes(grammar, written("hermes", "say", {"x": 1, "y": 2})) == may_add
 
 
 @pytest.mark.parametrize(("prompt", "thought", "may_skip"), [("", "<think>", True), ("<think>\n", "", False)])
