@@ -14,8 +14,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 # One thread a worker: test processes share the cores, threads inside them would only fight. A worker more than cores, for those of servers
 # wait half of their time. Files in the order in which tests/conftest.py has them: the longest first. What Python compiles is kept for the
-# hundreds of processes that tests start, whatever the environment says. What hangs is told by name.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
+# hundreds of processes that tests start, whatever the environment says. What hangs is told by name. Tests that judge how long something
+# takes (marked `timed`) run after the others, in one process and with nothing beside them. RERUNS=0 takes their second try away.
+RERUNS ?= 1
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 900 $(if $(filter 0,$(RERUNS)),-p no:rerunfailures)
+BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not timed and not soak"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native serve chat demo lint test check sanitize cross package soak
@@ -60,13 +63,14 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: setup ## ruff, then the whole CPU suite, mypy in it (WORKERS=3)
+test: setup ## ruff, then the whole CPU suite, mypy in it (WORKERS=3, RERUNS=0: no second tries)
 	$(BIN)/ruff check .
-	$(PYTEST)
+	$(PYTEST) $(BESIDE)
+	$(PYTEST) -m "timed and not soak"
 
 check: setup ## the fast checks: ruff, mypy, house rules, policy
 	$(BIN)/ruff check .
-	$(PYTEST) tests/house tests/policy
+	$(PYTEST) $(BESIDE) tests/house tests/policy
 
 sanitize: setup ## the native library's tests, with every access and operation checked
 	@.ci/sanitize

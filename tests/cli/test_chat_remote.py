@@ -104,7 +104,7 @@ def test_whoever_stops_reading_leaves_the_server_and_keeps_what_came() -> None:
         pieces = talk.ask("Go on")
         assert next(pieces) == Piece("content", "a")
         pieces.close()
-        wait_for(lambda: server.left == 1, 2)
+        wait_for(lambda: server.left == 1)
         assert [turn.answer for turn in talk.turns] == ["a"]
         assert list(talk.ask("And now?")) == [Piece("content", "b")]
 
@@ -121,6 +121,7 @@ def test_an_answer_that_fails_is_no_turn() -> None:
 
 
 # promise: octavo-chat-url
+@pytest.mark.timed("start-up time")
 def test_it_starts_in_half_a_second(tmp_path: Path) -> None:
     """Of CPU time, and the best of a few: other tests run beside this one."""
     used = [float("inf")]

@@ -107,7 +107,7 @@ def test_a_model_is_pulled_in_two_goes_listed_and_removed(stories: Path, server:
     assert server.downloads() == [("config.json", None)], "its weights were not asked for"
     with Typist("pull", "octo/stories", cwd=tmp_path, env=home) as typist:
         typist.expect(r"downloading octo/stories, \d+ % of 1\.1 MB, [\d.]+ [kM]B/s, \d+ s left")
-        wait_for(lambda: part.exists() and part.stat().st_size > 0, 60)
+        wait_for(lambda: part.exists() and part.stat().st_size > 0)
         typist.type("\x03")
         assert typist.process.wait(60) == 130
     assert "octo/stories: not complete, `octavo pull` continues the download" in octavo("list", env=home).stdout

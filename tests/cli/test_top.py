@@ -209,6 +209,7 @@ def test_silence_after_a_while_is_no_end(hurried: None) -> None:
     assert [trouble.partition(" has ")[2] for trouble in seen] == ["sent nothing for 0 seconds", "closed the view"]
 
 
+@pytest.mark.timed("start-up time")
 def test_it_starts_in_half_a_second_and_the_engine_is_started_again_in_between() -> None:
     code = "import sys; from octavo.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     again = [(0, HEAD | {"num_blocks": 5, "epoch": 2}), (0, EMPTY)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from octavo.server.body import LARGE_BYTES as LARGE_BODY
-from tests.support.fair_clock import FairClock
 from tests.support.http_server import wait_for
 from tests.support.server_process import STAND_IN, Reply, ServerProcess, read_replies
 from tests.support.watched_server import LARGE_BYTES
@@ -130,7 +129,7 @@ def num_sockets(server: ServerProcess) -> int:
 def test_a_client_that_does_not_read_is_cut_off(server: ServerProcess, path: str) -> None:
     before = server.memory("VmRSS")
     socks = [asking(server, path) for _ in range(8)]
-    wait_for(lambda: num_sockets(server) == 0, 10)
+    wait_for(lambda: num_sockets(server) == 0)
     data = b""
     with pytest.raises(ConnectionResetError):
         while piece := socks[0].recv(2**20):
@@ -158,9 +157,8 @@ def test_sigterm_does_not_wait_for_clients_that_do_not_read() -> None:
         socks = [asking(server, path) for path in ("/large", "/endless", "/large", "/endless")]
         wait_for(lambda: num_sockets(server) == 4)
         time.sleep(0.3)
-        clock = FairClock()
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended() == 0 and clock.seconds() < 6
+        assert server.ended(30) == 0  # half of the time that a client may leave an answer unread
         assert "Traceback" not in server.stderr and "ERROR" not in server.stderr, server.stderr
         for sock in socks:
             sock.close()

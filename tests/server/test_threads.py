@@ -40,6 +40,7 @@ def left_by_their_clients(server: ServerProcess, path: str, body: object, count:
         sock.close()
 
 
+@pytest.mark.timed("how long a chat waits behind abandoned work")
 def test_texts_of_clients_that_left_do_not_keep_a_chat_waiting(server: ServerProcess) -> None:
     assert timed(server, "/v1/chat/completions", CHAT)[0].status == 200
     left_by_their_clients(server, "/tokenize", {"prompt": "的一是在不了有和人这" * 50_000}, 40)
@@ -98,6 +99,7 @@ def test_what_large_work_freed_goes_back_to_the_system_once_for_all_of_it(monkey
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
+@pytest.mark.timed("the answer comes before the rest that follows it")
 def test_the_thread_of_bodies_rests_between_two_as_long_as_the_first_took_and_nobody_waits_for_the_last_rest() -> None:
     async def main() -> None:
         threads, times = Threads(), list[tuple[float, float]]()

@@ -16,7 +16,6 @@ from typing import Any
 
 from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
-from tests.support.fair_clock import FairClock
 from tests.support.forked import forked
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
@@ -97,10 +96,10 @@ class ServerProcess:
         return found
 
     def ended(self, seconds: float = SECONDS) -> int:
-        """Its code, once it has ended, which may take so long by a fair clock."""
-        clock = FairClock()
+        """Its exit code, once it has ended."""
+        deadline = time.monotonic() + seconds
         while (code := self.process.poll()) is None:
-            assert not clock.is_past(seconds), f"it has not ended after {seconds} s: {self.stderr[-3000:]}"
+            assert time.monotonic() < deadline, f"it has not ended after {seconds} s: {self.stderr[-3000:]}"
             time.sleep(0.01)
         self._reader.join(SECONDS)
         return code
