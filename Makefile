@@ -66,7 +66,7 @@ lint: setup ## ruff and mypy
 test: setup ## ruff, then the whole CPU suite, mypy in it (WORKERS=3, RERUNS=0: no second tries)
 	$(BIN)/ruff check .
 	$(PYTEST) $(BESIDE)
-	$(PYTEST) -m "timed and not soak"
+	$(PYTEST) -m "timed and not soak" $$(grep -rl --include="test_*.py" "mark\.timed" tests)
 
 check: setup ## the fast checks: ruff, mypy, house rules, policy
 	$(BIN)/ruff check .

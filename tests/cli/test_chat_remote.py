@@ -24,7 +24,8 @@ from tests.support.server_process import ServerProcess
 # promise: octavo-chat-url
 def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "OCTAVO_API_KEY": "secret"}
-    with ServerProcess("octavo serve", "--api-key", "secret", env=FAKE) as server:
+    slow = FAKE | {"OCTAVO_DEBUG": "runner=fake,forward.sleep=5"}  # the context is full after 35 s
+    with ServerProcess("octavo serve", "--api-key", "secret", env=slow) as server:
         url = f"http://127.0.0.1:{server.port}"
         with Typist("chat", "--url", url, "--max-tokens", "7000", "--system", "Be brief.", cwd=tmp_path, env=env) as chat:
             assert "loading" not in chat.expect(r"SmolLM2-135M-Instruct, context of 8192 tokens")

@@ -30,7 +30,7 @@ def server() -> Iterator[ServerProcess]:
 
 def sent(server: ServerProcess, *pieces: bytes, end: bool = False) -> list[Reply]:
     """The answers, until the server closes; `end`: the client says that there is no more."""
-    with server.connect(5) as sock:
+    with server.connect(60) as sock:
         for piece in pieces:
             sock.sendall(piece)
             time.sleep(0.05)
@@ -79,7 +79,7 @@ def test_what_is_no_request_is_told_once_and_behind_what_was_one(server: ServerP
     slow = b"POST /slow HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n" + b'{"words": 4}'
     for before in ((), (HEALTH,), (slow,), (HEALTH, slow, HEALTH)):
         for pieces in ((b"".join(before) + data,), (b"".join(before), data)):
-            with server.connect(5) as sock:
+            with server.connect(60) as sock:
                 for piece in filter(None, pieces):
                     sock.sendall(piece)
                     time.sleep(0.02)

@@ -113,7 +113,7 @@ def test_whatever_keeps_it_from_starting_ends_the_server_and_is_told(trouble: Ex
         llm.start = AsyncMock(side_effect=trouble)  # type: ignore[method-assign]
         server, listener = Server(llm, ServerConfig(), "m"), bind("127.0.0.1", 0)  # type: ignore[arg-type]
         siblings = Siblings(Orders(EngineConfig(), server.config, "", ""), listener, server.observer.numbers)
-        return await asyncio.wait_for(ApiProcess(server, listener, siblings).run_to_end(), 10)
+        return await asyncio.wait_for(ApiProcess(server, listener, siblings).run_to_end(), 60)
 
     with pytest.raises(OctavoError) as failed:
         asyncio.run(main())

@@ -72,7 +72,7 @@ class Watching:
 
     def leave(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        self._thread.join(60)
 
     @property
     def kinds(self) -> list[str]:
@@ -246,7 +246,7 @@ def test_who_is_cut_off_takes_nothing_any_more() -> None:
         llm.frames.put_nowait(next(engine_frames(1)))
         scope = {"type": "http", "method": "GET", "path": "/v1/view", "headers": [(b"host", b"localhost")], "query_string": b""}
         with suppress(ClientDisconnect):
-            await asyncio.wait_for(build_app(server)(scope, receive, send), 5)  # type: ignore[arg-type]
+            await asyncio.wait_for(build_app(server)(scope, receive, send), 60)  # type: ignore[arg-type]
         assert len(written) == 1 and written[0].startswith(b'{"kind":"head"')
         await wait_for_async(lambda: llm.readers == 0 and asyncio.all_tasks() == before)
         await server.close()

@@ -109,10 +109,10 @@ class ServerProcess:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.search(rf"{line}:\s+(\d+) kB", status)[1])  # type: ignore[index]
 
-    def connect(self, seconds: float = 10) -> socket.socket:
+    def connect(self, seconds: float = 60) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=seconds)
 
-    def send(self, data: bytes, seconds: float = 10, most: int = 1000) -> list[Reply]:
+    def send(self, data: bytes, seconds: float = 60, most: int = 1000) -> list[Reply]:
         """The answers to these bytes."""
         with self.connect(seconds) as sock:
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # it has heard enough
