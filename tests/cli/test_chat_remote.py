@@ -14,7 +14,7 @@ from octavo.client.api import RemoteServer
 from octavo.client.http import parse_url
 from octavo.errors import RemoteError
 from octavo.text.reasoning import Piece
-from tests.cli.processes import FAKE, Typist
+from tests.cli.processes import SLOW, Typist
 from tests.support.fair_clock import cpu_seconds
 from tests.support.http_server import wait_for
 from tests.support.scripted_server import Script, ScriptedServer
@@ -24,8 +24,7 @@ from tests.support.server_process import ServerProcess
 # promise: octavo-chat-url
 def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "OCTAVO_API_KEY": "secret"}
-    slow = FAKE | {"OCTAVO_DEBUG": "runner=fake,forward.sleep=5"}  # the context is full after 35 s
-    with ServerProcess("octavo serve", "--api-key", "secret", env=slow) as server:
+    with ServerProcess("octavo serve", "--api-key", "secret", env=SLOW) as server:
         url = f"http://127.0.0.1:{server.port}"
         with Typist("chat", "--url", url, "--max-tokens", "7000", "--system", "Be brief.", cwd=tmp_path, env=env) as chat:
             assert "loading" not in chat.expect(r"SmolLM2-135M-Instruct, context of 8192 tokens")
