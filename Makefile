@@ -19,8 +19,12 @@ EDITABLE := $(PIP) --no-deps --no-build-isolation -e .
 # A step is one line on the terminal. What its command prints goes to the log, which is shown if the command fails.
 step = @mkdir -p build; echo "$(1)"; { $(2); } > $(LOG) 2>&1 || { tail -n 40 $(LOG) >&2; echo "This step failed; its whole output is in $(LOG)" >&2; exit 1; }
 # One thread a worker: test processes share the cores, threads inside them would only fight. A worker more than cores, for those of servers
-# wait half of their time. Files in the order in which tests/conftest.py has them: the longest first. What hangs is told by name.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
+# wait half of their time. Files in the order in which tests/conftest.py has them: the longest first. What hangs is told by name. Tests that
+# judge how long something takes (marked `timed`) run after the others, in one process and with nothing beside them. RERUNS=0 takes their
+# second try away.
+RERUNS ?= 1
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 900 $(if $(filter 0,$(RERUNS)),-p no:rerunfailures)
+BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not timed and not soak"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev native serve chat demo lint test check sanitize cross package soak
@@ -64,13 +68,14 @@ lint: dev ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: dev ## ruff, then the whole CPU suite, mypy in it (WORKERS=3)
+test: dev ## ruff, then the whole CPU suite, mypy in it (WORKERS=3, RERUNS=0: no second tries)
 	$(BIN)/ruff check .
-	$(PYTEST)
+	$(PYTEST) $(BESIDE)
+	$(PYTEST) -m "timed and not soak" $$(grep -rl --include="test_*.py" "mark\.timed" tests)
 
 check: dev ## the fast checks: ruff, mypy, house rules, policy
 	$(BIN)/ruff check .
-	$(PYTEST) tests/house tests/policy
+	$(PYTEST) $(BESIDE) tests/house tests/policy
 
 sanitize: dev ## the native library's tests, with every access and operation checked
 	@.ci/sanitize

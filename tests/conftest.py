@@ -3,8 +3,9 @@
 Where CI=true, a skip is a failure unless the test is marked `gpu`: a suite that skips is a suite that proves less than
 it says. A module that skips itself while it is imported fails too, mark or no mark.
 
-A test that judges how long something takes, in processes that share the machine with others, gets a second try: one busy moment
-is no fault of the program, and one that is slow is slow again. Every second try is listed at the end.
+A test that judges how long something takes is marked `timed("reason")`. Such tests run alone, after all others (`make test`), and get
+one second try: a busy moment of the machine is not a fault of the program, and what is slow is slow again. No other test gets one.
+Every second try is listed at the end. With `-p no:rerunfailures` nothing gets a second try.
 """
 
 import gc
@@ -32,11 +33,6 @@ LONGEST = (
     *("tests/engine/test_memory.py", "tests/worker/test_ranks.py", "tests/faults/", "tests/equivalence/", "tests/engine/test_native.py"),
     *("tests/loading/test_hostile.py", "tests/docs/test_documents.py", "tests/native/test_attention.py", "tests/web/", "tests/gpu/"),
     *("tests/bench/", "tests/house/test_house.py", "tests/cli/test_commands.py", "tests/server/", "tests/worker/", "tests/policy/"),
-)
-TIMED = (
-    *("tests/server/", "tests/web/", "tests/cli/", "tests/bench/", "tests/docs/", "tests/text/", "tests/loading/"),
-    *("tests/engine/test_async_llm.py", "tests/engine/test_process.py", "tests/engine/test_start_up.py", "tests/engine/test_memory.py"),
-    *("tests/engine/test_stall_watch.py", "tests/policy/test_speed.py", "tests/house/test_house.py"),
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # where a shell runs the suite in the background: Ctrl-C is tested, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: next((place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)))
     if config.pluginmanager.has_plugin("rerunfailures"):  # a machine with a GPU may have pytest and no more
         for item in items:
-            if item.nodeid.startswith(TIMED):
+            if item.get_closest_marker("timed") is not None:
                 item.add_marker(pytest.mark.flaky(reruns=1))
 
 

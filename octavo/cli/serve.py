@@ -4,6 +4,7 @@ The cheap checks come first: settings, the port, the model's files. Then the eng
 """
 
 import argparse
+import os
 import signal
 from types import FrameType
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine, config = server_configs(args, args.words)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _end)
     log.setup(log_level("INFO"), config.log_format)
     if switches := debug_from_environment().switched_on:
         log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(switches))
@@ -45,11 +46,17 @@ def run(args: argparse.Namespace) -> int:
     check_max_model_len(engine.max_model_len, text.model.max_position)
     from octavo.server.run import serve  # the server's libraries load here
 
+    signal.signal(signal.SIGTERM, _leave)
     return serve(engine, config, listener, text)
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the command when SIGTERM comes before there are other processes. An exception could be lost or wrapped inside an import."""
+    os._exit(0)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends the command when SIGTERM comes during the start. No request is running yet, so there is nothing to wait for."""
+    """Ends the command when SIGTERM comes while the engine starts. No request is running yet, so there is nothing to wait for."""
     raise SystemExit(0)
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120  # a busy machine starts torch slowly
 # The default model's tokenizer and template, but no weights: starts fast, talks nonsense. Without the warning that says so.
 FAKE = {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"}
+SLOW = FAKE | {"OCTAVO_DEBUG": "runner=fake,forward.sleep=5"}  # 4,000 tokens take 20 s: they are interrupted in time
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from octavo.client.api import RemoteServer
 from octavo.client.http import parse_url
 from octavo.errors import RemoteError
 from octavo.text.reasoning import Piece
-from tests.cli.processes import FAKE, Typist
+from tests.cli.processes import SLOW, Typist
 from tests.support.fair_clock import cpu_seconds
 from tests.support.http_server import wait_for
 from tests.support.scripted_server import Script, ScriptedServer
@@ -24,7 +24,7 @@ from tests.support.server_process import ServerProcess
 # promise: octavo-chat-url, chat-ends, server-url-word
 def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "OCTAVO_API_KEY": "secret"}
-    with ServerProcess("octavo serve", "--api-key", "secret", env=FAKE) as server:
+    with ServerProcess("octavo serve", "--api-key", "secret", env=SLOW) as server:
         url = f"http://127.0.0.1:{server.port}"
         with Typist("chat", "--url", url, "--max-tokens", "7000", "--system", "Be brief.", cwd=tmp_path, env=env) as chat:
             assert "loading" not in chat.expect(r"SmolLM2-135M-Instruct, context of 8192 tokens")
@@ -104,7 +104,7 @@ def test_whoever_stops_reading_leaves_the_server_and_keeps_what_came() -> None:
         pieces = talk.ask("Go on")
         assert next(pieces) == Piece("content", "a")
         pieces.close()
-        wait_for(lambda: server.left == 1, 2)
+        wait_for(lambda: server.left == 1)
         assert [turn.answer for turn in talk.turns] == ["a"]
         assert list(talk.ask("And now?")) == [Piece("content", "b")]
 
@@ -121,6 +121,7 @@ def test_an_answer_that_fails_is_no_turn() -> None:
 
 
 # promise: octavo-chat-url
+@pytest.mark.timed("start-up time")
 def test_it_starts_in_half_a_second(tmp_path: Path) -> None:
     """Of CPU time, and the best of a few: other tests run beside this one."""
     used = [float("inf")]

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.cli.processes import FAKE, SECONDS, Typist
+from tests.cli.processes import FAKE, SECONDS, SLOW, Typist
 
 
 # promise: octavo-chat, chat-opens-multi, chat-help-system, cached-tokens-always
@@ -57,7 +57,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     history = tmp_path / ".local/state/octavo/history"
     history.parent.mkdir(parents=True)
     history.write_text("asked in an earlier run\n")
-    with Typist("chat", cwd=tmp_path, env={**FAKE, "HOME": str(tmp_path), "NO_COLOR": "1"}) as chat:
+    with Typist("chat", cwd=tmp_path, env={**SLOW, "HOME": str(tmp_path), "NO_COLOR": "1"}) as chat:
         chat.expect(">>> ")
         chat.type("half a line")
         chat.expect("half a line")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import COMMANDS
-from tests.cli.processes import FAKE, ROOT, SECONDS, environment, octavo, octavo_here
+from tests.cli.processes import FAKE, ROOT, SECONDS, SLOW, environment, octavo, octavo_here
 from tests.support.story_folder import story_folder
 
 
@@ -220,7 +220,7 @@ def test_a_traceback_comes_only_when_asked_for() -> None:
 @pytest.mark.parametrize("words", [["chat", "Talk on and on"], ["generate", "Talk on and on", "And on", "--max-tokens", "4000"]])
 def test_ctrl_c_ends_a_script_quietly(words: list[str]) -> None:
     command = [sys.executable, "-m", "octavo", *words]
-    with subprocess.Popen(command, env=environment(FAKE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+    with subprocess.Popen(command, env=environment(SLOW), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
         assert process.stdout is not None and process.stdout.read(1)  # it streams: thousands of tokens are to come
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=SECONDS)

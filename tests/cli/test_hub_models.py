@@ -55,7 +55,7 @@ def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Pat
 # promise: llm-revision
 def test_an_llm_takes_a_name_and_a_revision(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(Hub, "from_environment", lambda: Hub(endpoint=server.url, cache=tmp_path, timeout=5))
+    monkeypatch.setattr(Hub, "from_environment", lambda: Hub(endpoint=server.url, cache=tmp_path, timeout=30))
     with LLM("octo/stories", revision="v1", load_format="dummy", kv_cache_memory_bytes=2**23) as llm:
         assert llm.model_name == "octo/stories"
         assert llm.generate(PROMPT, SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
@@ -107,7 +107,7 @@ def test_a_model_is_pulled_in_two_goes_listed_and_removed(stories: Path, server:
     assert server.downloads() == [("config.json", None)], "its weights were not asked for"
     with Typist("pull", "octo/stories", cwd=tmp_path, env=home) as typist:
         typist.expect(r"downloading octo/stories, \d+ % of 1\.1 MB, [\d.]+ [kM]B/s, \d+ s left")
-        wait_for(lambda: part.exists() and part.stat().st_size > 0, 60)
+        wait_for(lambda: part.exists() and part.stat().st_size > 0)
         typist.type("\x03")
         assert typist.process.wait(60) == 130
     assert "octo/stories: not complete, `octavo pull` continues the download" in octavo("list", env=home).stdout

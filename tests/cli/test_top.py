@@ -70,9 +70,9 @@ def watch_of(*frames: dict[str, Any]) -> Watch:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "ONCE_SECONDS", 0.2)
+    monkeypatch.setattr(top, "ONCE_SECONDS", 0.5)
     monkeypatch.setattr(top_watch, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(top_watch, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(top_watch, "SILENCE_SECONDS", 1.0)
 
 
 # promise: octavo-top-url, server-url-word
@@ -206,9 +206,10 @@ def test_silence_after_a_while_is_no_end(hurried: None) -> None:
 
     with view_host(Shown(FRAMES, then="silence"), Shown(FRAMES, then="end"), Shown(FRAMES)) as server:
         seen = [trouble for trouble in asyncio.run(watched(server.url)) if trouble is not None]
-    assert [trouble.partition(" has ")[2] for trouble in seen] == ["sent nothing for 0 seconds", "closed the view"]
+    assert [trouble.partition(" has ")[2] for trouble in seen] == ["sent nothing for 1 seconds", "closed the view"]
 
 
+@pytest.mark.timed("start-up time")
 def test_it_starts_in_half_a_second_and_the_engine_is_started_again_in_between() -> None:
     code = "import sys; from octavo.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     again = [(0, HEAD | {"num_blocks": 5, "epoch": 2}), (0, EMPTY)]

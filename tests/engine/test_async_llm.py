@@ -95,7 +95,7 @@ def test_requests_that_are_left_in_any_state_leave_nothing_behind(endless: str) 
                     break
             async for _ in llm.generate(short):
                 break
-            await until(lambda: is_idle(llm), 1.0, f"idle, but {llm.stats}")
+            await until(lambda: is_idle(llm), f"idle, but {llm.stats}")
             assert llm.stats.generation_tokens < 1000, "they went on"
 
     run(main())
@@ -105,6 +105,7 @@ def test_requests_that_are_left_in_any_state_leave_nothing_behind(endless: str) 
     ("how", "verdict", "most"),
     [(signal.SIGKILL, "SIGKILL", 1.0), (signal.SIGSTOP, "it was stopped", 1.0), (signal.SIGSTOP, "no sign of life for 1.5 s", 3.0)],
 )
+@pytest.mark.timed("how soon a dead or silent engine is noticed")
 def test_an_engine_that_dies_or_hangs_ends_every_request_and_another_serves(
     endless: str, how: signal.Signals, verdict: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,17 +122,18 @@ def test_an_engine_that_dies_or_hangs_ends_every_request_and_another_serves(
             await asyncio.sleep(0.2)
             clock = FairClock()
             os.kill(first, how)
-            await until(lambda: llm.state == "dead", most)
+            await until(lambda: llm.state == "dead")
+            assert clock.seconds() < most
             with pytest.raises(UnavailableError, match="the engine is dead"):
                 await read(llm, ask([1]))
             for result in await asyncio.gather(*streams, return_exceptions=True):
                 assert isinstance(result, UnavailableError) and result.code == "engine_dead" and verdict in str(result)
             assert clock.seconds() < most + 1
             assert not exists(first)
-            await until(lambda: llm.state == "ready", 10.0)
+            await until(lambda: llm.state == "ready")
             assert llm.facts.epoch == 2 and llm.engine_pid != first
             assert await tokens(llm, ask([1, 2, 3], 20)) == whole
-            await until(lambda: is_idle(llm), 1.0)
+            await until(lambda: is_idle(llm))
 
     run(main())
 
@@ -141,11 +143,11 @@ def test_an_engine_that_dies_too_often_stays_dead(endless: str) -> None:
         deaths = list[Exception]()
         async with engine_process(endless, "exit.sigkill@3", Serving(max_restarts=1), deaths.append) as llm:
             for epoch in (1, 2):
-                await until(lambda: llm.state == "ready", 10.0)
+                await until(lambda: llm.state == "ready")
                 assert llm.facts.epoch == epoch and not deaths
                 with pytest.raises(UnavailableError, match="SIGKILL"):
                     await read(llm, ask([1]))
-            await until(lambda: bool(deaths), 1.0)
+            await until(lambda: bool(deaths))
             assert llm.state == "dead" and llm.engine_pid is None and "SIGKILL" in str(deaths)
             with pytest.raises(UnavailableError):
                 await read(llm, ask([1]))
@@ -166,7 +168,7 @@ def test_what_breaks_a_watchman_is_told_and_ends_it(
             assert llm.engine_pid is not None
             if broken[0] is Restarts:
                 os.kill(llm.engine_pid, signal.SIGKILL)
-            await until(lambda: bool(deaths), 5.0)
+            await until(lambda: bool(deaths))
             assert llm.state == "dead" and isinstance(deaths[0], EngineError) and str(deaths[0]) == "RuntimeError: a bug"
         assert "Traceback" in caplog.text
 
@@ -182,6 +184,7 @@ def test_a_loop_that_does_not_turn_is_dead(endless: str) -> None:
     run(main())
 
 
+@pytest.mark.timed("a refusal comes before the running step ends")
 def test_who_comes_when_the_queue_is_full_hears_so_while_a_step_runs(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=2000", Serving(max_queue=1), max_num_seqs=1) as llm:
@@ -203,6 +206,7 @@ def test_who_comes_when_the_queue_is_full_hears_so_while_a_step_runs(endless: st
 
 
 # promise: retry-after
+@pytest.mark.timed("the estimate of the waiting time")
 def test_a_refusal_says_how_long_the_queue_will_take(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=20", Serving(max_queue=8), max_num_seqs=1) as llm:
@@ -219,6 +223,7 @@ def test_a_refusal_says_how_long_the_queue_will_take(endless: str) -> None:
     run(main())
 
 
+@pytest.mark.timed("requests end when their time limits are over, not later")
 def test_who_waits_too_long_is_told_and_so_is_who_takes_too_long(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=20", Serving(queue_timeout=0.3), max_num_seqs=1) as llm:
@@ -235,7 +240,7 @@ def test_who_waits_too_long_is_told_and_so_is_who_takes_too_long(endless: str) -
             assert deadline.value.code == "deadline_exceeded"
             assert 0.45 < time.monotonic() - start and clock.seconds() < 2
             assert [token for delta in news for token in delta.token_ids], "what was there was read"
-            await until(lambda: is_idle(llm), 1.0)
+            await until(lambda: is_idle(llm))
 
     run(main())
 
@@ -244,11 +249,11 @@ def test_a_slow_reader_gets_one_delta_for_each_sample_and_the_whole_text(endless
     async def main() -> None:
         async with engine_process(endless) as llm:
             whole = await read(llm, ask([4, 5], 60, n=2))
-            items = list[list[TextDelta]]()
+            items, before = list[list[TextDelta]](), llm.stats.generation_tokens
             async for news in llm.generate(ask([4, 5], 60, n=2)):
                 items.append(news)
-                await asyncio.sleep(0.3)
-            assert all(len({delta.index for delta in news}) == len(news) for news in items) and len(items) < 5
+                await until(lambda: llm.stats.generation_tokens == before + 120 and not llm.stats.running)
+            assert all(len({delta.index for delta in news}) == len(news) for news in items) and len(items) <= 2
             slow = [delta for news in items for delta in news]
             assert [sample.text for sample in put_together(slow, 2)] == [sample.text for sample in put_together(whole, 2)]
             assert {delta.index: delta.finish_reason for delta in slow} == {0: "length", 1: "length"}
@@ -284,7 +289,7 @@ def test_drained_streams_end_whole_and_newcomers_are_turned_away(endless: str) -
         async with engine_process(endless, "forward.sleep=5") as llm:
             streams = [asyncio.create_task(tokens(llm, ask([1, number], 50))) for number in range(20)]
             await asyncio.sleep(0.1)
-            drained = asyncio.create_task(llm.drain(20))
+            drained = asyncio.create_task(llm.drain(60))
             await asyncio.sleep(0)
             assert llm.state == "draining"
             with pytest.raises(UnavailableError, match="draining"):
@@ -319,7 +324,8 @@ def test_two_processes_share_an_engine(endless: str) -> None:
             await other.close()
             with pytest.raises(UnavailableError):
                 await gone
-            await until(lambda: is_idle(llm), 1.0, f"{llm.stats}")
+            await until(lambda: is_idle(llm), f"{llm.stats}")
+            assert llm.stats.generation_tokens < 12 * 12 + 390, "it went on for nobody"
 
             third = AsyncLLM(llm.config, Serving(beat_timeout=1.5), address=llm.address)
             await third.start()
@@ -328,8 +334,8 @@ def test_two_processes_share_an_engine(endless: str) -> None:
             assert llm.engine_pid is not None
             os.kill(llm.engine_pid, signal.SIGKILL)
             with pytest.raises(UnavailableError, match="the engine died"):  # by silence, or the next one says hello before
-                await asyncio.wait_for(open_there, 4.0)
-            await until(lambda: llm.state == third.state == "ready" and third.facts.epoch == 2, 10.0)
+                await open_there
+            await until(lambda: llm.state == third.state == "ready" and third.facts.epoch == 2)
             assert await tokens(third, ask([1], 5)) == await tokens(llm, ask([1], 5))
             await third.close()
 
@@ -343,7 +349,7 @@ def test_a_frame_that_is_lost_ends_what_was_open_with_an_error_and_nothing_else(
             streams = [asyncio.create_task(tokens(llm, ask([1, number], 100))) for number in range(3)]
             for result in await asyncio.gather(*streams, return_exceptions=True):
                 assert isinstance(result, EngineError) and "lost" in str(result)
-            await until(lambda: is_idle(llm), 1.0)
+            await until(lambda: is_idle(llm))
             assert llm.facts.epoch == 1 and len(await tokens(llm, ask([1], 30))) == 30
 
     run(main())
@@ -393,6 +399,7 @@ def test_readers_of_many_streams_leave_half_of_the_time_to_new_requests(endless:
     run(main())
 
 
+@pytest.mark.timed("output is read every 50 ms while requests are sent")
 def test_news_wait_while_requests_keep_coming_but_not_for_long(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = list[Link]()
     look = Link._take

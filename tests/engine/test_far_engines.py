@@ -65,8 +65,8 @@ def test_the_next_engine_is_told_that_the_one_before_was_silent(endless: str) ->
         async with engine_process(endless, "", Serving(engines=2, max_restarts=9)) as llm:
             for blow in (lambda: kill(llm, 1), lambda: kill(llm, 1, signal.SIGSTOP), lambda: replaced(llm, 1)):
                 blow()
-                await until(lambda: llm.replicas[1].state != "ready", 10.0)
-                await until(lambda: llm.replicas[1].state == "ready", 20.0)
+                await until(lambda: llm.replicas[1].state != "ready")
+                await until(lambda: llm.replicas[1].state == "ready")
 
     live = Supervisor._live
 

@@ -126,6 +126,6 @@ def test_an_engine_process_finds_the_vocabulary_by_itself_and_fails_a_request_al
                 assert isinstance(told[0], list)
                 for index in range(3):
                     json.loads("".join(delta.text for delta in told[0] if delta.index == index))
-            await until(lambda: is_idle(llm), 5)
+            await until(lambda: is_idle(llm))
 
     run(work())

@@ -138,6 +138,7 @@ def test_a_search_in_pieces_finds_what_a_look_at_the_whole_text_does(stops: list
 
 
 @pytest.mark.parametrize("text", ["the end of it, ", "a" * 15], ids=["nothing fits", "all but the last character fits"])
+@pytest.mark.timed("the CPU time of long stop strings against short ones")
 def test_long_stop_strings_cost_no_more_than_short_ones(text: str) -> None:
     """Every character is looked at once or twice, not once for each length that a head of a stop string may have."""
 

@@ -24,6 +24,7 @@ from octavo.errors import DeadlineError, OctavoError, RequestError, UnavailableE
 from octavo.messages import LifeRecord
 from octavo.sampling_params import SamplingParams
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, until
+from tests.support.http_server import wait_for
 
 PREFIX = [5 + at % 90 for at in range(50)]  # 3 blocks of 16, and two tokens
 PAIR = Serving(engines=2, max_restarts=100, beat_timeout=1.5, routing="turns")
@@ -49,30 +50,30 @@ def kill(llm: AsyncLLM, engine: int) -> None:
 # promise: pinned-prefix
 def test_a_pin_comes_back_with_its_engine_and_ends_in_the_middle_of_its_use(endless: str) -> None:
     async def main() -> None:
-        async with engine_process(endless, "forward.sleep=5", Serving(max_restarts=9), **SHORT) as llm:
+        async with engine_process(endless, "forward.sleep=20", Serving(max_restarts=9), **SHORT) as llm:
             made = await llm.pins.pin("one", PREFIX, "salt")
             assert (made.prompt_tokens, made.num_tokens, made.num_blocks, made.held) == (50, 48, 3, True)
             lives = [await life(llm, longer(tail, salt)) for tail, salt in ((1, "salt"), (2, ""), (3, "other"))]
             assert [one.pinned_tokens for one in lives] == [48, 0, 0]
             kill(llm, 0)
-            await until(lambda: llm.replicas[0].state == "dead", 5)
+            await until(lambda: llm.replicas[0].state == "dead")
             with pytest.raises(UnavailableError):
                 await llm.pins.pin("two", PREFIX)
-            await until(lambda: llm.state == "ready" and llm.pins.list()[0].held, 20)
+            await until(lambda: llm.state == "ready" and llm.pins.list()[0].held)
             assert (await life(llm, longer(4, "salt"))).cached_tokens == 48
             (found,) = llm.pins.list()
             assert (found.name, found.hits, found.tokens_saved) == ("one", 2, 96), "an engine that was started again goes on counting"
 
-            timed = await llm.pins.pin("timed", PREFIX[::-1], seconds=0.3)
-            assert timed.seconds_left is not None and 0 < timed.seconds_left < 0.3
+            timed = await llm.pins.pin("timed", PREFIX[::-1], seconds=1.0)
+            assert timed.seconds_left is not None and 0 < timed.seconds_left < 1
             using = [asyncio.create_task(life(llm, question)) for question in (longer(5, "salt", 100), ask([*PREFIX[::-1], 1], 100))]
-            await until(lambda: llm.stats.pin_hits == 4, 5)
+            await until(lambda: llm.stats.pin_hits == 4)
             assert llm.pins.release("one") and not llm.pins.release("one")
-            await until(lambda: llm.stats.pinned_blocks == 0, 5, "a pin did not end while it was used")
+            await until(lambda: llm.stats.pinned_blocks == 0, "a pin did not end while it was used")
             assert llm.stats.running == 2 and not llm.pins.list()
             assert [one.pinned_tokens for one in await asyncio.gather(*using)] == [48, 48]
             await llm.pins.pin("idle", PREFIX, seconds=0.2)
-            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, 5, "a pin did not end while nothing happened")
+            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, "a pin did not end while nothing happened")
 
     run(main())
 
@@ -88,15 +89,15 @@ def test_every_engine_holds_it_after_deaths_and_a_rolling_restart(endless: str) 
             with pytest.raises(RequestError, match="there is a prefix with the name 'one'"):
                 await llm.pins.pin("one", PREFIX)
             kill(llm, 1)
-            await until(lambda: not llm.replicas[1].is_ready, 5)
+            await until(lambda: not llm.replicas[1].is_ready)
             assert (await life(llm, longer(3))).pinned_tokens == 48
-            await until(lambda: llm.replicas[1].is_ready and llm.pins.list()[0].held, 20)
+            await until(lambda: llm.replicas[1].is_ready and llm.pins.list()[0].held)
             await llm.restart(5.0)
-            await until(lambda: llm.pins.list()[0].held, 20)
+            await until(lambda: llm.pins.list()[0].held)
             assert [(await life(llm, longer(tail))).pinned_tokens for tail in (4, 5)] == [48, 48]
             assert llm.pins.list()[0].hits == 5
             assert llm.pins.release("one")
-            await until(lambda: is_idle(llm), 5)
+            await until(lambda: is_idle(llm))
 
     run(main())
 
@@ -105,19 +106,19 @@ def test_who_gives_up_an_order_and_what_nobody_wants_is_released(endless: str) -
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=200", Serving(), max_num_batched_tokens=16, max_num_seqs=4, **SHORT) as llm:
             order = asyncio.create_task(llm.pins.pin("one", PREFIX))
-            await until(lambda: llm.stats.running == 1, 5)
+            await until(lambda: llm.stats.running == 1)
             assert not llm.pins.list()[0].held
             order.cancel()
-            await until(lambda: is_idle(llm) and not llm.pins.list() and not llm.replicas[0].pins, 5)
+            await until(lambda: is_idle(llm) and not llm.pins.list() and not llm.replicas[0].pins)
             order = asyncio.create_task(llm.pins.pin("two", PREFIX[::-1]))
-            await until(lambda: llm.stats.running == 1, 5)
+            await until(lambda: llm.stats.running == 1)
             llm.pins.release("two")
             with pytest.raises(RequestError, match="the prefix was released"):
                 await order
             stray = await llm.pins.pin("stray", PREFIX)
             (entry,) = llm.pins._book.entries()
             llm.pins._book.remove(entry.pin_id)  # as if its release had not reached the engine
-            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, 5)
+            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0)
             assert stray.held
 
     run(main())
@@ -128,8 +129,8 @@ def test_an_idle_engine_wakes_by_itself_when_the_time_of_a_pin_is_over(endless: 
         async with engine_process(endless, "", Serving(), **SHORT) as llm:
             llm.pins.check = lambda: None  # type: ignore[method-assign]  # it would tell the engine what has ended
             await llm.pins.pin("brief", PREFIX, seconds=1.0)
-            await until(lambda: llm.replicas[0].pins == {}, 5, "the engine slept on")
-            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0, 5)
+            await until(lambda: llm.replicas[0].pins == {}, "the engine slept on")
+            await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0)
 
     run(main())
 
@@ -145,8 +146,8 @@ def test_a_prefix_that_engines_die_over_one_after_the_other_is_released(
             await llm.pins.pin("one", PREFIX)
             with patch.dict(os.environ, OCTAVO_DEBUG=os.environ["OCTAVO_DEBUG"] + ",exit.sigkill=1"):  # none survives its first step
                 kill(llm, 0)
-                await until(lambda: not llm.pins.list(), 20)
-            await until(lambda: llm.state == "ready" and is_idle(llm) and llm.replicas[0].pins == {}, 20)
+                await until(lambda: not llm.pins.list())
+            await until(lambda: llm.state == "ready" and is_idle(llm) and llm.replicas[0].pins == {})
 
     run(main())
     assert sum("could not compute a pinned prefix again" in message for message in caplog.messages) == MOST_LOSSES
@@ -186,11 +187,11 @@ def test_processes_share_a_book() -> None:
         first.add(entry("one"))
         with pytest.raises(RequestError, match="there is a prefix with the name 'one'"):
             second.add(entry("one"))
-        second.add(entry("brief", seconds=0.05))
+        second.add(entry("brief", seconds=1))
         assert [each.name for each in first.entries()] == ["one", "brief"] and first.confirm("id-one")
         assert [each.confirmed for each in second.entries()] == [True, False]
-        time.sleep(0.06)
-        assert [each.name for each in second.entries()] == ["one"] and not second.confirm("id-brief")
+        wait_for(lambda: [each.name for each in second.entries()] == ["one"])
+        assert not second.confirm("id-brief")
         code = f"from octavo.engine.pin_book import PinBook; PinBook({file.fileno()}).remove('id-one')"
         subprocess.run([sys.executable, "-c", code], pass_fds=[file.fileno()], check=True)
         assert first.entries() == []
@@ -205,7 +206,7 @@ def test_an_order_whose_process_has_died_is_dropped(endless: str) -> None:
         async with engine_process(endless, "", Serving(), **SHORT) as llm:
             gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
             llm.pins._book.add(entry("orphan", maker=int(gone.stdout)))
-            await until(lambda: not llm.pins.list(), 5)
+            await until(lambda: not llm.pins.list())
 
     run(main())
 
@@ -231,5 +232,5 @@ def test_the_python_api_pins_lists_and_releases(stories: str) -> None:
             llm.unpin_prefix("story")
         assert output.outputs[0].text == llm.generate(text, SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0].outputs[0].text
         llm.pin_prefix("brief", list(range(3, 40)), ttl=0.05)
-        time.sleep(0.06)
-        assert llm.pinned_prefixes() == [] and llm.stats().free_blocks == free
+        wait_for(lambda: llm.pinned_prefixes() == [])
+        assert llm.stats().free_blocks == free

@@ -30,7 +30,7 @@ from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.worker.faults import Faults
-from tests.support.engine_process import ask, engine_process, exists, is_idle, run, tokens, until
+from tests.support.engine_process import PATIENCE, ask, engine_process, exists, is_idle, run, tokens, until
 
 PARENT = """
 import asyncio, os, sys, time
@@ -69,7 +69,7 @@ def test_it_dies_with_its_parent(endless: str, how: signal.Signals, state: str, 
             os.kill(engine, signal.SIGSTOP)
         parent.send_signal(how)
         parent.wait()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + PATIENCE
     while exists(engine):
         assert time.monotonic() < deadline, "an orphan"
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_a_folder_that_somebody_removed_is_made_again_for_those_who_join_and_for
             await asyncio.sleep(0.1)
             shutil.rmtree(folder)
             other = AsyncLLM(llm.config, address=llm.address)
-            await asyncio.wait_for(other.start(), 10)
+            await asyncio.wait_for(other.start(), PATIENCE)
             assert await running == whole == await tokens(other, ask([1, 2], 60)) and llm.facts.epoch == 1
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             descriptor = os.open(folder, os.O_RDONLY)
@@ -154,7 +154,7 @@ def test_a_folder_that_somebody_removed_is_made_again_for_those_who_join_and_for
             assert llm.engine_pid is not None
             shutil.rmtree(folder)
             os.kill(llm.engine_pid, signal.SIGKILL)
-            await until(lambda: llm.state == other.state == "ready" and llm.facts.epoch == other.facts.epoch == 2, 20.0)
+            await until(lambda: llm.state == other.state == "ready" and llm.facts.epoch == other.facts.epoch == 2)
             assert await tokens(llm, ask([1, 2], 60)) == whole == await tokens(other, ask([1, 2], 60))
             await other.close()
         assert not folder.exists()
@@ -239,7 +239,7 @@ def test_garbage_does_nothing_to_anybody(endless: str) -> None:
                     plain.sendall(data)
             assert await canary == alone == await tokens(llm, ask([1, 2], 60))
             assert llm.facts.epoch == 1 and llm.state == "ready"
-            await until(lambda: is_idle(llm), 1.0)
+            await until(lambda: is_idle(llm))
             assert llm.stats.generation_tokens == 3 * 60, "a stranger was served"
             for each in (stranger, binary, known):
                 each.close()
@@ -265,9 +265,9 @@ def test_requests_of_a_process_that_is_gone_end(endless: str) -> None:
                 client.send(wire.encode(DownFrame(0, 1, Ping(ghost.pid))))
                 params = SamplingParams(max_tokens=400, ignore_eos=True)
                 client.send(wire.encode(DownFrame(1, 2, Add(AddRequest("ghost-1", [1, 2], params)))))
-                await until(lambda: llm.stats.running == 1, 10.0, "its request runs")
+                await until(lambda: llm.stats.running == 1, "its request runs")
                 ghost.kill()
-            await until(lambda: is_idle(llm), 10.0, "its request has ended")
+            await until(lambda: is_idle(llm), "its request has ended")
             assert llm.stats.generation_tokens < 300
             client.close()
 

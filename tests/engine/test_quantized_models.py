@@ -2,11 +2,15 @@
 
 import json
 import logging
+from collections.abc import Callable
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
@@ -18,6 +22,7 @@ from octavo.policy.model_size import Codes
 from tests.cli.processes import octavo
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both
+from tests.support.rounding import PRODUCTS, assert_near, both, share_of_float, share_of_float32, share_of_int4, share_of_int8
 
 QWEN = "Qwen2ForCausalLM"  # with biases
 KINDS = {
@@ -38,6 +43,13 @@ KINDS = {
     "FP8 in blocks": Kind("fp8", 8, 64, sym=True),
 }
 PROMPTS = [[(7 * i + j * j) % 300 for j in range(5 + 20 * i)] for i in range(3)]
+LAYERS = 2
+# tests/support/rounding.py derives the bounds. In steps of more than 16 tokens the native program multiplies in bfloat16 where the CPU
+# can, which rounds 14 times in a layer: both factors of five products, queries, keys, values and weights of attention. Other levels round
+# less. In smaller steps activations are rounded to 8 bits in groups of 32. Unquantised, it computes in float32: sums of up to 256 terms.
+LARGE_STEPS = sqrt(14 / PRODUCTS) * share_of_float(7)
+SMALL_STEPS, EXACT = both(LARGE_STEPS, share_of_int8(32)), share_of_float32(256)
+AS_INT8, AS_INT4 = both(LARGE_STEPS, share_of_int8(32)), both(LARGE_STEPS, share_of_int4(32))  # what rounding the weights adds
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2)
 
 
@@ -53,19 +65,6 @@ def numbers(outputs: list[RequestOutput]) -> list[object]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs) for output in outputs]
 
 
-def assert_about_as_sure(found: list[RequestOutput], reference: list[RequestOutput], mean: float, most: float) -> None:
-    """Of every token of the prompts, and with the same best one wherever that leads by twice of `most`."""
-    differences = []
-    for one, other in zip(found, reference, strict=True):
-        for ours, theirs in zip((one.prompt_logprobs or [])[1:], (other.prompt_logprobs or [])[1:], strict=True):
-            assert ours and theirs
-            differences += [abs(ours[token].logprob - theirs[token].logprob) for token in theirs if token in ours]
-            first, second = sorted(theirs, key=lambda token: -theirs[token].logprob)[:2]
-            if theirs[first].logprob - theirs[second].logprob > 2 * most:
-                assert max(ours, key=lambda token: ours[token].logprob) == first
-    assert len(differences) > 100 and max(differences) < most and sum(differences) / len(differences) < mean
-
-
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "octavo")
@@ -74,36 +73,64 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 # promise: model-folder-quantised
 @pytest.mark.parametrize("name", KINDS)
-def test_a_quantised_folder_says_what_its_floats_say(tmp_path: Path, name: str) -> None:
+def test_a_quantised_folder_says_what_its_floats_say(
+    tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
     kind = KINDS[name]
     quantized, floats = write_both(tmp_path, kind)
     reference, _ = run(floats, native=False)
     assert numbers(run(quantized, native=False)[0]) == numbers(reference)
     packed, nbytes = run(quantized)
-    assert_about_as_sure(packed, reference, mean=0.03, most=0.2)
+    weights = share_of_int8(32) if kind.method == "fp8" else 0.0
+    record_property(name, assert_near(packed, reference, both(LARGE_STEPS, weights), LAYERS))
+    small, _ = run(quantized, max_num_batched_tokens=16)
+    record_property(f"{name}, in small steps", assert_near(small, reference, both(SMALL_STEPS, weights), LAYERS))
     assert nbytes == model_shape(str(quantized)).needs("float32", native_threads=1).weights
     dense, dense_bytes = run(quantized, quantization="none")
-    assert_about_as_sure(dense, reference, mean=1e-4, most=1e-3)
+    assert_near(dense, reference, EXACT, LAYERS)
     layers = 2 * (128 * 256 + 128 * 128 + 3 * 256 * 128)  # weights of linear layers
     saved = 2 * (128 * 128 + 256 * 128) if kind.own_orders else layers  # q, k, v and gate, up become floats there
     assert dense_bytes - nbytes > saved * (4 - kind.bits / 8 - 0.3)
 
 
+MISTAKES: dict[str, tuple[Kind, str, Callable[[Tensor], Tensor]]] = {
+    "zero points off by one": (Kind(), "mlp.down_proj.qzeros", lambda zeros: zeros + 0x11111111),
+    "scales of other groups": (Kind(), "self_attn.o_proj.scales", lambda scales: scales.roll(1, 0)),
+    "words in another order": (Kind(), "self_attn.v_proj.qweight", lambda words: words.roll(1, 1)),
+    "groups transposed": (Kind("words", group_size=64), "self_attn.o_proj.weight_scale", lambda scales: scales.T.reshape(scales.shape)),
+    "a block's scale halved": (Kind("fp8", 8, 64, sym=True), "mlp.down_proj.weight_scale_inv", lambda scale: scale / torch.tensor([2, 1])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_one_matrix_is_larger_than_rounding(tmp_path: Path, mistake: str) -> None:
+    kind, name, spoil = MISTAKES[mistake]
+    quantized, floats = write_both(tmp_path, kind)
+    weights = {key: weight.clone() for key, weight in load_file(quantized / "model.safetensors").items()}
+    weights[f"model.layers.0.{name}"] = spoil(weights[f"model.layers.0.{name}"]).contiguous()
+    save_file(weights, quantized / "model.safetensors")
+    reference, share = run(floats, native=False)[0], AS_INT8 if kind.method == "fp8" else LARGE_STEPS
+    with pytest.raises(AssertionError, match="of the bound"):
+        assert_near(run(quantized)[0], reference, share, LAYERS)
+
+
 # promise: llm-quantization
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
-@pytest.mark.parametrize(("quantization", "bits", "mean"), [("int8", 9.2, 0.05), ("int4", 6.5, 0.3)])
-def test_floats_are_quantised_at_load_and_take_less(tmp_path: Path, architecture: str, quantization: str, bits: float, mean: float) -> None:
+@pytest.mark.parametrize(("quantization", "bits", "share"), [("int8", 9.2, AS_INT8), ("int4", 6.5, AS_INT4)], ids=["int8", "int4"])
+def test_floats_are_quantised_at_load_and_take_less(
+    tmp_path: Path, architecture: str, quantization: str, bits: float, share: float, record_property: Callable[[str, object], None]
+) -> None:
     """Groups of 32 take 5 bits a weight, the head, a quarter of this model, 8.5."""
     folder = tiny_model(tmp_path, architecture, seed=5, tie=architecture == "Qwen2ForCausalLM")
     reference, floats = run(folder, native=False)
     packed, nbytes = run(folder, quantization=quantization)
-    assert_about_as_sure(packed, reference, mean=mean, most=12 * mean)
+    record_property(quantization, assert_near(packed, reference, share, LAYERS))
     assert nbytes == pytest.approx(model_shape(str(folder)).needs("float32", quantization, native_threads=1).weights, rel=0.01)  # type: ignore[arg-type]
     embedding = 0 if architecture == "Qwen2ForCausalLM" else 320 * 64 * 4
     assert nbytes - embedding < (floats - embedding) / 32 * bits
     again, same = run(folder, native=False, quantization=quantization)
     assert same == floats, "torch saves nothing"
-    assert_about_as_sure(packed, again, mean=0.05, most=0.3)  # nearer to the numbers that codes stand for than to the floats
+    assert_near(packed, again, LARGE_STEPS, LAYERS)  # nearer to the numbers that codes stand for than to the floats
 
 
 # promise: llm-quantization
@@ -119,7 +146,7 @@ def test_torch_gets_the_numbers_that_the_codes_stand_for(tmp_path: Path) -> None
             assert torch.equal(wanted.read(name), plain if packed is None else packed.dequantize())
             if packed is not None:
                 assert (packed.bits, packed.group) == ((8, 64) if bits == 8 or name == "lm_head.weight" else (4, 32))
-                assert (packed.dequantize() - plain).abs().max() < plain.abs().max() * (0.01 if packed.bits == 8 else 0.15)
+                assert (packed.dequantize() - plain).abs().max() < plain.abs().max() * (1 / 250 if packed.bits == 8 else 2 / 15)
 
 
 def test_what_does_not_divide_into_groups_stays_floats_and_runs(tmp_path: Path) -> None:
@@ -131,7 +158,7 @@ def test_what_does_not_divide_into_groups_stays_floats_and_runs(tmp_path: Path) 
         config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "num_hidden_layers": 2, **shape}
         (folder / "config.json").write_text(json.dumps(config))
         found, nbytes = run(folder, load_format="dummy", quantization="int4")
-        assert_about_as_sure(found, run(folder, load_format="dummy", native=False, quantization="int4")[0], mean=0.01, most=0.1)
+        assert_near(found, run(folder, load_format="dummy", native=False, quantization="int4")[0], LARGE_STEPS, LAYERS)
         planned = model_shape(str(folder / "config.json")).needs("float32", "int4", native_threads=1).weights
         assert nbytes == pytest.approx(planned, rel=0.05)
 
@@ -142,7 +169,7 @@ def test_codes_are_quantised_again_and_torch_saves_nothing_with_a_warning_each(t
     as_is, nbytes = run(path)
     assert not warnings.messages
     fewer, fewer_bytes = run(path, quantization="int4")
-    assert_about_as_sure(fewer, as_is, mean=0.3, most=4)
+    assert_near(fewer, as_is, AS_INT4, LAYERS)
     assert fewer_bytes < nbytes and len(warnings.messages) == 1
     run(path, native=False, quantization="int8")
     assert "The weights are quantised already and are quantised again; --quantization auto keeps them as they are" in warnings.messages[0]
@@ -158,7 +185,7 @@ def test_parts_that_are_not_of_one_kind_are_merged_or_floats_as_planned(tmp_path
     assert kept == {"qkv": None, "output": Codes(4, 32), "gate_up": Codes(8, 32), "down": Codes(8, 32), "head": Codes(4, 32)}
     found, nbytes = run(path)
     assert nbytes == pytest.approx(shape.needs("float32", native_threads=1).weights, rel=0.01)
-    assert_about_as_sure(found, run(path, native=False)[0], mean=0.05, most=0.3)
+    assert_near(found, run(path, native=False)[0], LARGE_STEPS, LAYERS)
 
 
 # promise: quantization-q-auto

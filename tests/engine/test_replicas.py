@@ -58,14 +58,14 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
             for victim in (0, 2):
                 await asyncio.sleep(0.15)
                 kill(llm, victim, how)
-                await until(lambda victim=victim: llm.replicas[victim].state == "dead", 2.0)  # type: ignore[misc]
+                await until(lambda victim=victim: llm.replicas[victim].state == "dead")  # type: ignore[misc]
                 assert llm.state == "ready"
             found = await asyncio.gather(*streams)
             assert [samples(deltas) for deltas in found] == quiet
             resumed = [max(delta.life.resumed for delta in deltas if delta.life is not None) for deltas in found]
             assert sum(map(bool, resumed)) >= 3, "hardly any request was moved"
-            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
-            await until(lambda: is_idle(llm), 2.0)
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas))
+            await until(lambda: is_idle(llm))
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1, 2]
             assert llm.stats.generation_tokens >= 1.8 * counted, "a new engine begins to count at 0"
 
@@ -83,9 +83,9 @@ def test_a_beam_search_begins_again_in_another_engine(endless: str) -> None:
         async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
             question = replace(ask([1, 2, 3], 120, temperature=0, n=2), beams=Beams(3))
             quiet = samples(await read(llm, question))
-            await until(lambda: not any(busy(each) for each in llm.replicas), 5.0)
+            await until(lambda: not any(busy(each) for each in llm.replicas))
             stream = asyncio.create_task(read(llm, question))
-            await until(lambda: any(busy(each) for each in llm.replicas), 5.0)
+            await until(lambda: any(busy(each) for each in llm.replicas))
             kill(llm, next(number for number, each in enumerate(llm.replicas) if busy(each)))
             found = await stream
             assert samples(found) == quiet and len(quiet) == 2
@@ -103,7 +103,7 @@ def test_a_grammar_goes_on_where_its_text_was(endless: str) -> None:
                 found += news
                 if sum(len(delta.token_ids) for delta in found) >= 20 and len(llm.replicas) == sum(each.is_ready for each in llm.replicas):
                     kill(llm, next(delta.life.engine for delta in found if delta.life is not None))
-                    await until(lambda: not all(each.is_ready for each in llm.replicas), 2.0)
+                    await until(lambda: not all(each.is_ready for each in llm.replicas))
             assert samples(found) == quiet and [len(text) for text, *_ in quiet.values()] == [150, 150]
             assert found[-1].life is not None and found[-1].life.resumed == 1
 
@@ -116,7 +116,7 @@ def test_whoever_was_served_is_not_refused_where_the_queue_is_full(endless: str)
         async with engine_process(endless, "forward.sleep=10", serving, max_num_seqs=2) as llm:
             wanted = [await tokens(llm, ask([number], 60)) for number in range(4)]
             streams = [asyncio.create_task(tokens(llm, ask([number], 60))) for number in range(4)]
-            await until(lambda: all(replica.stats.running == 2 for replica in llm.replicas), 5.0)
+            await until(lambda: all(replica.stats.running == 2 for replica in llm.replicas))
             kill(llm, 0)
             assert await asyncio.gather(*streams) == wanted
 
@@ -128,11 +128,11 @@ def test_a_full_queue_sends_a_request_to_another_engine_and_the_last_one_refuses
         serving = Serving(engines=2, max_queue=0, routing="turns")
         async with engine_process(endless, "forward.sleep=10", serving, max_num_seqs=1) as llm:
             first = asyncio.create_task(tokens(llm, ask([1], 80)))
-            await until(lambda: llm.stats.running == 1, 2.0)
+            await until(lambda: llm.stats.running == 1)
             short = await read(llm, ask([2], 4))
             assert short[-1].life is not None and short[-1].life.engine == 1
             second = asyncio.create_task(tokens(llm, ask([3], 80)))  # its turn is the engine that is busy
-            await until(lambda: llm.stats.running == 2, 2.0)
+            await until(lambda: llm.stats.running == 2)
             with pytest.raises(OverloadError, match="the queue is full"):
                 await read(llm, ask([4], 4))
             assert [len(await first), len(await second)] == [80, 80]
@@ -160,14 +160,14 @@ def test_requests_wait_for_an_engine_where_none_is_left_and_deadlines_run_on(end
             stream, late = asyncio.create_task(tokens(llm, ask([1, 2, 3], 60))), asyncio.create_task(read(llm, ask([4], 400, timeout=0.8)))
             for engine in (0, 1):
                 before = llm.stats.generation_tokens
-                await until(lambda before=before: llm.stats.generation_tokens > before + 5, 2.0)  # type: ignore[misc]
+                await until(lambda before=before: llm.stats.generation_tokens > before + 5)  # type: ignore[misc]
                 kill(llm, engine)
-                await until(lambda engine=engine: llm.replicas[engine].state == "dead", 2.0)  # type: ignore[misc]
+                await until(lambda engine=engine: llm.replicas[engine].state == "dead")  # type: ignore[misc]
             assert llm.state == "dead"
             with pytest.raises(DeadlineError):
                 await late
             assert await stream == whole
-            await until(lambda: is_idle(llm), 2.0)
+            await until(lambda: is_idle(llm))
 
     run(main())
 
@@ -188,7 +188,7 @@ def test_all_engines_are_replaced_under_load_without_an_error(endless: str) -> N
             await replacing
             assert await slow == long
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 2, 2]
-            await until(lambda: is_idle(llm), 2.0)
+            await until(lambda: is_idle(llm))
 
     run(main())
 
@@ -234,7 +234,7 @@ async def storm(llm: AsyncLLM, streams: int, steps: int, pause: tuple[float, flo
     clients = [asyncio.create_task(client(number)) for number in range(streams)]
     while sum(llm.stats.steps) < steps and not any(task.done() for task in clients):
         await asyncio.sleep(rng.uniform(*pause))
-        await until(lambda: not any(trip.losses for trip in llm._placing._trips.values()), 20.0)  # one that loses two engines is failed
+        await until(lambda: not any(trip.losses for trip in llm._placing._trips.values()))  # one that loses two engines is failed
         ready = [replica.number for replica in llm.replicas if replica.state == "ready" and replica.pid is not None]
         if len(ready) > 1:
             kill(llm, rng.choice(ready), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
@@ -248,8 +248,8 @@ def test_a_storm_of_deaths_changes_no_text(endless: str) -> None:
         async with engine_process(endless, "forward.sleep=2", THREE, max_num_seqs=16) as llm:
             pauses = await storm(llm, streams=16, steps=1500, pause=(0.3, 0.8))
             assert len(pauses) > 10, "hardly any request was moved"
-            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
-            await until(lambda: is_idle(llm), 2.0)
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas))
+            await until(lambda: is_idle(llm))
 
     run(main())
 
@@ -259,8 +259,8 @@ def test_a_long_storm_of_deaths_changes_no_text(endless: str, capsys: pytest.Cap
     async def main() -> None:
         async with engine_process(endless, "", THREE, max_num_seqs=16) as llm:
             pauses = await storm(llm, streams=24, steps=100_000, pause=(0.5, 3.0))
-            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
-            await until(lambda: is_idle(llm), 2.0)
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas))
+            await until(lambda: is_idle(llm))
             deaths = sum(replica.facts.epoch - 1 for replica in llm.replicas if replica.facts)
             median = pauses[len(pauses) // 2]
             with capsys.disabled():

@@ -49,6 +49,7 @@ def run(*steps: str) -> None:
         runner.run(watched(*steps))
 
 
+@pytest.mark.timed("the reported duration of a stall")
 def test_a_callback_that_computes_is_reported_once_with_its_stack(caplog: pytest.LogCaptureFixture) -> None:
     run("compute", "wait", "compute")
     first, second = said(caplog)
@@ -56,12 +57,14 @@ def test_a_callback_that_computes_is_reported_once_with_its_stack(caplog: pytest
     assert "in compute" in first and "in compute" in second and caplog.records[0].levelno == logging.ERROR
 
 
+@pytest.mark.timed("a stall of a known duration is noticed")
 def test_a_thread_that_keeps_the_interpreter_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     run("thread")
     assert said(caplog) and all("another thread had the interpreter" in line for line in said(caplog))
     assert "in keep_the_interpreter" in said(caplog)[0]
 
 
+@pytest.mark.timed("a wait of a known duration is no stall")
 def test_a_loop_that_merely_waits_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     busy = threading.Thread(target=compute, args=(0.5,))  # in this process, but it lets go of the interpreter
     busy.start()
@@ -70,6 +73,7 @@ def test_a_loop_that_merely_waits_is_not_reported(caplog: pytest.LogCaptureFixtu
     assert said(caplog) == []
 
 
+@pytest.mark.timed("the reported duration of a turn")
 def test_a_turn_that_somebody_else_names_is_measured_from_its_begin_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
     watch = StallWatch("the engine's loop", MOST).start()
     for seconds in (0.03, 0.03, 0.03, 0.03, 0.03, 0.3, 0.03):

@@ -62,6 +62,7 @@ LINES = [
 
 # promise: environment-octavo-log, one-start-line, without-max-model, logs-go-stderr, closing-llm-frees, every-phase-logged, nothing-over-2
 # promise: model-loading-took, available-kv-cache, kv-cache-size, init-engine-took
+@pytest.mark.timed("the phases of the start add up to its duration")
 def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_memory_back(stories: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", OPEN_AND_CLOSE, stories],

@@ -327,4 +327,4 @@ def test_a_stream_of_frames_ends_with_what_the_engine_says() -> None:
         with pytest.raises(UnavailableError, match="the inspector failed"):
             await anext(stream.frames())
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -164,6 +164,7 @@ def least_seconds(code: str, enough: float, tries: int = 5) -> float:
 
 
 # promise: octavo-import-llm
+@pytest.mark.timed("the CPU time of an import")
 def test_import_octavo_takes_under_0_3_s() -> None:
     code = "import time; start = time.process_time(); import octavo; print(time.process_time() - start)"
     assert least_seconds(code, 0.3) < 0.3
@@ -191,5 +192,6 @@ def test_help_names_the_commands_without_torch() -> None:
 
 
 # promise: octavo-help-answers
+@pytest.mark.timed("the CPU time of a command")
 def test_help_takes_under_0_5_s() -> None:
     assert least_seconds(TIMED_HELP, 0.5) < 0.5

@@ -46,7 +46,7 @@ WHOLE_MODULE = "import pytest\npytest.skip('later', allow_module_level=True)\n"
 
 def run_suite(folder: Path, ci: str, files: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.read_text())
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n    timed: judges a duration\n")
     for name, source in files.items():
         (folder / name).write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--continue-on-collection-errors", *options, str(folder)]

@@ -47,6 +47,7 @@ def test_parts_of_a_group_meet_by_themselves() -> None:
     ("SIGKILL", 0, "rank 0 lost the others: "),
     ("SIGSTOP", 0.5 * LIMIT, "rank 0 did not meet the others within 1 s"),
 ])  # fmt: skip
+@pytest.mark.timed("how soon a lost rank is reported")
 def test_a_rank_that_was_killed_or_stopped_ends_the_waiting_in_time(name: str, least: float, words: str) -> None:
     with Ranks(2, job("until_the_end"), {"late": None}, seconds=LIMIT, gloo=True) as ranks:
         assert [ranks.line(rank) for rank in range(2)] == ["joined"] * 2
@@ -79,6 +80,7 @@ def test_work_that_ends_as_its_waiting_does_is_not_lost() -> None:
         comm._finish(EndsWhileLookedAt("closed by peer"))
 
 
+@pytest.mark.timed("how soon a waiting rank ends")
 def test_a_rank_that_nobody_joins_stops_waiting_at_its_limit_or_when_told() -> None:
     comm: Comm = GlooComm.create(HOST, 3, 0.3)
     with pytest.raises(RankLost, match=re.escape("rank 0 did not meet rank 1, 2 within 0.3 s")):

@@ -34,6 +34,7 @@ def test_gathers_join_the_last_dimension_and_sums_take_any_strides() -> None:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.timed("how soon a lost rank is reported")
 def test_a_rank_that_was_killed_or_stopped_is_named_to_all_others_in_time(name: str, size: int) -> None:
     with Ranks(size, "tests.support.rank_processes:until_the_end", {"late": None}, seconds=LIMIT) as ranks:
         assert [ranks.line(rank) for rank in range(size)] == ["joined"] * size
@@ -48,6 +49,7 @@ def test_a_rank_that_was_killed_or_stopped_is_named_to_all_others_in_time(name: 
             assert "rank 1 did not answer" in ranks.line(1)["error"]
 
 
+@pytest.mark.timed("how soon waiting ranks end")
 def test_a_rank_that_gives_up_ends_all_waiting_at_once() -> None:
     with Ranks(3, "tests.support.rank_processes:until_the_end", {"late": 0}, seconds=60) as ranks:
         assert [ranks.line(rank) for rank in range(3)] == ["joined"] * 3
@@ -61,6 +63,7 @@ def test_a_rank_that_gives_up_ends_all_waiting_at_once() -> None:
         assert "rank 0 gave up" in ranks.line(0)["error"]
 
 
+@pytest.mark.timed("how soon a lost rank is reported after a pause")
 def test_a_pause_of_all_ranks_takes_nothing_from_the_time_limit() -> None:
     with Ranks(2, "tests.support.rank_processes:until_the_end", {"late": 0}, seconds=LIMIT) as ranks:
         assert [ranks.line(rank) for rank in range(2)] == ["joined"] * 2

@@ -52,6 +52,7 @@ def test_bits_equal_the_reference_at_sane_and_odd_scales(kind: str) -> None:
     assert_bits_equal_the_reference(raw.reshape(len(scales), -1), kind, (len(scales), len(scales) * group))
 
 
+@pytest.mark.timed("the CPU time of dequantising the default model")
 def test_the_default_model_is_dequantised_fast_and_right() -> None:
     import gguf
 

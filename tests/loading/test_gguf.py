@@ -19,6 +19,7 @@ ONE = [u32("a.b", 1)]
 
 
 @pytest.mark.parametrize("default", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["small", "default model"])
+@pytest.mark.timed("the CPU time of reading a header")
 def test_a_header_equals_that_of_the_reference_reader(default: bool, tmp_path: Path) -> None:
     """For the names of 49,152 tokens the reference takes six seconds."""
     import gguf

@@ -50,7 +50,7 @@ def server() -> Iterator[FakeHub]:
 def hub(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    return Hub(endpoint=server.url, cache=tmp_path / "cache", timeout=5, waits=(0, 0))
+    return Hub(endpoint=server.url, cache=tmp_path / "cache", timeout=30, waits=(0, 0))
 
 
 def nobody() -> str:

@@ -50,7 +50,7 @@ def server() -> Iterator[FakeHub]:
 @pytest.fixture
 def hub(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    return Hub(endpoint=server.url, cache=tmp_path / "cache", timeout=5, waits=(0,))
+    return Hub(endpoint=server.url, cache=tmp_path / "cache", timeout=30, waits=(0,))
 
 
 def repo_of(folder: Path) -> Repo:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels.reference.layer import packed_linear, unpack
-from octavo.kernels.reference.products import multiply
 from octavo.quant import schemes
 from octavo.quant.packed import PackedWeight
 from octavo.quant.quant_config import GROUPS
@@ -32,9 +31,15 @@ def test_weights_are_those_of_the_packed_form_rounded_once(packed: PackedWeight,
     torch.testing.assert_close(unpack(device, dtype), dense, rtol=0, atol=0, equal_nan=True)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(dense) - 1))), dtype=torch.int64)
     torch.testing.assert_close(unpack(device, dtype, rows), dense[rows], rtol=0, atol=0, equal_nan=True)
-    seeded = torch.Generator().manual_seed(1)
-    x, bias = torch.randn(3, dense.shape[1], generator=seeded).to(dtype), torch.randn(len(dense), generator=seeded).to(dtype)
-    torch.testing.assert_close(packed_linear(x, device, bias), multiply(x, dense, bias), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_product_is_that_of_the_weights_that_are_stored(bits: int) -> None:
+    packed = make(6, 96, bits, 32, 3)
+    dice = torch.Generator().manual_seed(1)
+    x, bias = torch.randn(3, 96, generator=dice), torch.randn(6, generator=dice)
+    exact = x.double() @ packed.dequantize().double().T + bias.double()
+    torch.testing.assert_close(packed_linear(x, repack(packed, CPU), bias).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @given(weights())

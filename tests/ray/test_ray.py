@@ -224,14 +224,14 @@ def test_a_node_that_dies_ends_open_requests_and_the_engine_serves_again_on_anot
             for error in await asyncio.gather(*open_ones, return_exceptions=True):
                 assert isinstance(error, UnavailableError) and str(error).startswith("the engine died: "), error
             told = time.monotonic() - killed
-            await until(lambda: llm.state == "ready" and llm.engine_pid != first, AGAIN_SECONDS, "the engine is ready")
+            await until(lambda: llm.state == "ready" and llm.engine_pid != first, "the engine is ready", AGAIN_SECONDS)
             assert await tokens(llm, ask([1, 2, 3], 20, temperature=0)) == calm
             print(f"requests failed {told:.1f} s after the node, served again after {time.monotonic() - killed:.1f} s")
             assert await asyncio.to_thread(node_of_rank, cluster, 1) is not node
             left = rank_actors()
             assert len(left) == 1 and llm.engine_pid is not None
             os.kill(llm.engine_pid, signal.SIGKILL)  # nothing outlives its parent
-            await until(lambda: not any(map(exists, left)), 20, "the ranks of a killed engine are gone")
+            await until(lambda: not any(map(exists, left)), "the ranks of a killed engine are gone")
         finally:
             await llm.close()
 
@@ -259,7 +259,7 @@ def engines_refused(folder: str, engines: int, **settings: Any) -> Exception:
             async with engine_process(folder, "", Serving(engines=engines), distributed_executor_backend="ray", **settings):
                 pass
         assert "\n" not in str(raised.value)
-        await until(lambda: not engine_actors(), 20.0, "the actors are gone")
+        await until(lambda: not engine_actors(), "the actors are gone")
         return raised.value
 
     return asyncio.run(asyncio.wait_for(main(), AGAIN_SECONDS))
@@ -291,7 +291,7 @@ async def engines_on_ray(folder: str, serving: Serving = THREE, **settings: Any)
         yield llm
         left = engine_actors() | engines_on_nodes() | {replica.pid for replica in llm.replicas if replica.pid is not None}
         assert len(left) >= 3 * serving.engines
-    await until(lambda: not any(map(exists, left)), 30.0, "what served is gone")
+    await until(lambda: not any(map(exists, left)), "what served is gone")
     assert not engine_actors()
 
 
@@ -308,7 +308,7 @@ async def quiet_then(llm: AsyncLLM, blow: Any) -> list[list[TextDelta]]:
     quiet = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in questions()))]
     llm._count = 0  # the same numbers again, so the same noise without a seed
     streams = [asyncio.create_task(read(llm, each)) for each in questions()]
-    await until(lambda: llm.stats.running >= 8, 10.0, "the streams run")
+    await until(lambda: llm.stats.running >= 8, "the streams run")
     await blow()
     found = await asyncio.gather(*streams)
     assert [samples(deltas) for deltas in found] == quiet
@@ -342,13 +342,13 @@ def test_no_stream_is_lost_with_a_node_and_its_engine_serves_again_elsewhere(clu
             told = time.monotonic() - killed
             lives = lives_of(found)
             assert sum(life.resumed > 0 for life in lives) >= 1, "no request was moved"
-            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), AGAIN_SECONDS, "the engine serves again")
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), "the engine serves again", AGAIN_SECONDS)
             again = time.monotonic() - killed
             print(f"all texts came {told:.1f} s after the node was {how}, the engine served again after {again:.1f} s")
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [1 + (n == victim) for n in range(3)]
             left = await asyncio.to_thread(nodes_of_engines, cluster)
             assert set(left) == {0, 1, 2} and nodes[victim] not in left.values()
-            await until(lambda: is_idle(llm), 5.0)
+            await until(lambda: is_idle(llm))
             for life in lives:
                 assert killed - 60 < life.queued <= life.first_scheduled <= life.first_token <= life.finished < time.monotonic()
             for pid in frozen:  # its engine has lost its bridge, and ends as soon as it can
@@ -390,7 +390,7 @@ def test_no_stream_is_lost_when_an_engine_or_its_bridge_dies(cluster: Any, endle
                 os.kill(pid, signal.SIGSTOP if how == "engine stopped" else signal.SIGKILL)
 
             await quiet_then(llm, blow)
-            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), AGAIN_SECONDS, "the engine serves again")
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), "the engine serves again", AGAIN_SECONDS)
             assert sum(map(exists, before)) == 1, "the engine of a bridge that is gone is gone too"
             assert len(engines_on_nodes()) == 2
 
@@ -411,12 +411,12 @@ def test_engines_of_several_ranks_say_what_they_would_when_a_rank_is_killed(clus
             ranks = [[rank.pid for rank in replica.facts.ranks] for replica in llm.replicas if replica.facts]
             assert list(map(len, ranks)) == [2, 2]
             streams = [asyncio.create_task(read(llm, each)) for each in asked]
-            await until(lambda: llm.stats.running >= 6, 10.0, "the streams run")
+            await until(lambda: llm.stats.running >= 6, "the streams run")
             os.kill(ranks[1][1], signal.SIGKILL)
             found = await asyncio.gather(*streams)
             assert [[token for delta in deltas for token in delta.token_ids] for deltas in found] == alone
             assert any(life.resumed for life in lives_of(found)), "no request was moved"
-            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), AGAIN_SECONDS, "the engine serves again")
-        await until(lambda: not any(exists(pid) for pids in ranks for pid in pids), 20.0, "the ranks are gone")
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), "the engine serves again", AGAIN_SECONDS)
+        await until(lambda: not any(exists(pid) for pids in ranks for pid in pids), "the ranks are gone")
 
     run(main())

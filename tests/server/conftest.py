@@ -46,7 +46,7 @@ def served(_served: Served) -> Iterator[Served]:
     _served.llm.asked.clear()
     yield _served
     _served.llm.pause, _served.llm.trouble, _served.llm.script = 0.0, None, []
-    wait_for(lambda: _served.llm.is_idle, 2)
+    wait_for(lambda: _served.llm.is_idle)
 
 
 @pytest.fixture(scope="session")

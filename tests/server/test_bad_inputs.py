@@ -77,6 +77,7 @@ def servers(model: str) -> Iterator[Callable[[Place], Watched]]:
 # promise: api-key, enable-log-requests, queue-timeout, admin-key, allowed-hosts, allowed-origins, max-body-bytes, errors-always-error
 # promise: overload-429-503, x-request-id, admin-key-opens, open-without-key, docs-redoc-off, what-cannot-honoured
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.timed("answers within 5 s, idle within 1 s, neighbours at most twice as slow")
 def test_a_bad_input_gets_its_answer_and_leaves_no_trace(servers: Callable[[Place], Watched], row: Row) -> None:
     server = servers(row.place)
     server.withstand(row.make(server), row.canary)

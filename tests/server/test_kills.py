@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import environment
+from tests.cli.processes import SECONDS, environment
 from tests.server.test_serve_cli import family, gone
 from tests.support.fair_clock import FairClock
 from tests.support.http_storm import WATCHED, held, seconds_until_idle
@@ -27,17 +27,17 @@ def health(server: ServerProcess) -> int:
     return server.ask("GET", "/health").status
 
 
-def until(server: ServerProcess, status: int, most: float) -> float:
-    """Seconds until /health answers so."""
-    clock = FairClock()
+def until(server: ServerProcess, status: int) -> None:
+    """Until /health answers so."""
+    deadline = time.monotonic() + SECONDS
     while health(server) != status:
-        assert not clock.is_past(most), f"/health was not {status} after {most} s: {server.stderr[-2000:]}"
+        assert time.monotonic() < deadline, f"/health is not {status}: {server.stderr[-2000:]}"
         time.sleep(0.01)
-    return clock.seconds()
 
 
 # promise: loading-draining-dead
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.timed("how soon clients get the error")
 def test_an_engine_that_dies_or_stops_ends_streams_with_an_error_and_is_started_again(endless: str, how: signal.Signals) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, env=SLOW) as server:
         known, before = text(server), held(server)
@@ -46,8 +46,10 @@ def test_an_engine_that_dies_or_stops_ends_streams_with_an_error_and_is_started_
 
         async def kill() -> None:
             nonlocal noticed
+            clock = FairClock()
             os.kill(engine, how)
-            noticed = await asyncio.to_thread(until, server, 503, 1.0)
+            await asyncio.to_thread(until, server, 503)
+            noticed = clock.seconds()
 
         ended = asyncio.run(while_streaming(server, 20, 400, kill))
         assert noticed < 1 and all(each.seconds < 2 for each in ended)
@@ -56,11 +58,13 @@ def test_an_engine_that_dies_or_stops_ends_streams_with_an_error_and_is_started_
         if refused.status != 200:  # it may be back already
             assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
             assert refused.error["code"] in ("unavailable", "engine_dead")
-        assert until(server, 200, 10) < 10 and text(server) == known
+        until(server, 200)
+        assert text(server) == known
         seconds_until_idle(server, before)
-        assert gone({engine}, 1)
+        assert gone({engine})
 
 
+@pytest.mark.timed("how soon every API process gets the news")
 def test_every_api_process_hears_of_the_engines_death_in_time(endless: str) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env=SLOW) as server:
         engine = _engine(server)
@@ -72,7 +76,7 @@ def test_every_api_process_hears_of_the_engines_death_in_time(endless: str) -> N
         ended = asyncio.run(while_streaming(server, 20, 400, kill))
         assert {each.error_code for each in ended} == {"engine_dead"}
         assert max(each.seconds for each in ended) < 0.5  # before another engine could have told it
-        until(server, 200, 10)
+        until(server, 200)
 
 
 # promise: max-restarts
@@ -80,10 +84,10 @@ def test_an_engine_that_dies_again_and_again_ends_the_server_with_a_code(endless
     env = {"OCTAVO_DEBUG": "runner=fake,exit.sigkill@5"}
     with ServerProcess(WATCHED, endless, *FLAGS, "--max-restarts", "1", env=env) as server:
         for _ in range(2):
-            until(server, 200, 10)
+            until(server, 200)
             reply = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 50, "ignore_eos": True})
             assert reply.status == 503 and reply.error["code"] == "engine_dead"
-        assert server.ended(5) == 1 and "the engine stayed dead" in server.stderr
+        assert server.ended() == 1 and "the engine stayed dead" in server.stderr
 
 
 def test_no_process_outlives_a_killed_server(endless: str) -> None:
@@ -94,7 +98,7 @@ def test_no_process_outlives_a_killed_server(endless: str) -> None:
             server.process.kill()
 
         ended = asyncio.run(while_streaming(server, 8, 400, kill))
-        assert len(pids) >= 3 and gone(pids, 3)
+        assert len(pids) >= 3 and gone(pids)
         assert not any(each.is_whole for each in ended)
 
 
@@ -105,13 +109,12 @@ def test_sigterm_lets_twenty_streams_end_whole(endless: str, processes: str) -> 
 
         async def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            assert health(server) == 503
+            await asyncio.to_thread(until, server, 503)
             assert server.ask("POST", "/v1/completions", {"prompt": "a"}).error["code"] == "draining"
 
-        ended = asyncio.run(while_streaming(server, 20, 60, terminate))
+        ended = asyncio.run(while_streaming(server, 20, 150, terminate))
         assert len(ended) == 20 and all(each.is_whole for each in ended)
-        assert server.ended(10) == 0 and gone(pids, 1) and "Traceback" not in server.stderr
+        assert server.ended() == 0 and gone(pids) and "Traceback" not in server.stderr
 
 
 def test_a_second_sigterm_ends_open_streams_at_once(endless: str) -> None:
@@ -120,12 +123,12 @@ def test_a_second_sigterm_ends_open_streams_at_once(endless: str) -> None:
 
         async def terminate() -> None:
             server.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
+            await asyncio.to_thread(until, server, 503)
             server.process.send_signal(signal.SIGTERM)
 
         ended = asyncio.run(while_streaming(server, 20, 400, terminate))
-        assert not any(each.is_whole for each in ended) and max(each.seconds for each in ended) < 3
-        assert server.ended(3) == 1 and gone(pids, 1)
+        assert not any(each.is_whole for each in ended)
+        assert server.ended() == 1 and gone(pids)
 
 
 @pytest.mark.parametrize("after", ["OCTAVO_DEBUG is set", "Reading the config", "Tokenizer loading"])
@@ -143,8 +146,8 @@ def test_sigterm_while_it_starts_ends_it_with_nothing_left(endless: str, after: 
         pids = family(process.pid)
         process.send_signal(signal.SIGTERM)
         said += process.stderr.read()
-        assert process.wait(10) == 0, said
-    assert "Traceback" not in said and gone(pids, 1) and not list(tmp_path.iterdir())
+        assert process.wait(SECONDS) == 0, said
+    assert "Traceback" not in said and gone(pids) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -157,16 +160,16 @@ def test_an_api_process_that_dies_or_stops_is_started_again(endless: str, how: s
         shutil.rmtree(folder)
         os.kill(sibling, how)
         server.wait_for(re.compile("an API process ended with code -9"))
-        assert gone({sibling}, 1)
+        assert gone({sibling})
         _wait_for_a_second_answerer(server)
         assert len(family(server.process.pid)) == 3 and text(server)
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended(10) == 0
+        assert server.ended() == 0
 
 
 def _engine(server: ServerProcess) -> int:
     """Its number, told by the process that supervises it: the other one has no such window."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SECONDS
     while (watched := server.ask("GET", "/watch")).status != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -176,7 +179,7 @@ def _engine(server: ServerProcess) -> int:
 
 def _wait_for_a_second_answerer(server: ServerProcess) -> None:
     """The watched process has a route that its sibling has not."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + SECONDS
     while server.ask("GET", "/watch").status != 404:
         assert time.monotonic() < deadline, "one process answers everything"
         time.sleep(0.02)

@@ -27,7 +27,7 @@ def test_servers_start_at_once_on_one_model_folder(endless: str, count: int) -> 
         assert len({text(server) for server in servers[1:]}) == 1
         for server in servers[1:]:
             server.process.send_signal(signal.SIGTERM)
-        assert [server.ended(20) for server in servers[1:]] == [0] * (count - 1) and gone(pids, 3)
+        assert [server.ended() for server in servers[1:]] == [0] * (count - 1) and gone(pids)
     finally:
         for server in servers:
             server.__exit__(None, None, None)

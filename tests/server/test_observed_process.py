@@ -35,11 +35,11 @@ def test_two_processes_tell_one_story_of_an_engine_and_its_successor(tmp_path: P
         assert server.ask("POST", "/v1/completions", body).status == 500
         counted = samples_of(server.ask("GET", "/metrics").body.decode(), "vllm:")["iteration_tokens_total_sum"]
         os.kill(engine_of(server.process.pid), signal.SIGKILL)
-        wait_for(lambda: samples_of(server.ask("GET", "/metrics").body.decode(), "vllm:")["engine_restarts_total"] == 1, 30)
-        wait_for(lambda: server.ask("POST", "/v1/completions", body).status == 200, 30)
+        wait_for(lambda: samples_of(server.ask("GET", "/metrics").body.decode(), "vllm:")["engine_restarts_total"] == 1)
+        wait_for(lambda: server.ask("POST", "/v1/completions", body).status == 200)
         wait_for(lambda: samples_of(server.ask("GET", "/metrics").body.decode(), "vllm:")["iteration_tokens_total_sum"] > counted)
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended(20) == 0
+        assert server.ended() == 0
     lines = [json.loads(line) for line in server.stderr.splitlines() if not READY.fullmatch(line)]
     assert all(set(line) >= {"time", "level", "message"} for line in lines)
     (failed,) = [line for line in lines if line["message"].startswith("step 26 failed")]  # the engine's own

@@ -9,6 +9,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.support.fair_clock import FairClock
 from tests.support.http_client import Connection
 from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
@@ -87,6 +89,7 @@ class Load:
 
 
 # promise: max-queue, overload-429-503, retry-after
+@pytest.mark.timed("throughput under overload, and how soon a refusal comes")
 def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
     endless: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -114,6 +117,7 @@ def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
 
 
 # promise: request-timeout
+@pytest.mark.timed("a request ends when its time limit is over, not later")
 def test_what_takes_longer_than_a_request_may_is_ended(endless: str) -> None:
     flags = ("--request-timeout", "0.5", "--num-gpu-blocks-override", "200")
     with ServerProcess(WATCHED, endless, *flags, env={"OCTAVO_DEBUG": f"runner=fake,forward.sleep={STEP_MS}"}) as server:
@@ -133,6 +137,7 @@ def test_what_takes_longer_than_a_request_may_is_ended(endless: str) -> None:
 CHUNK, CHUNKS = 16, 200
 
 
+@pytest.mark.timed("the p99 of the time to first token beside a long prompt")
 def test_a_prompt_of_two_hundred_chunks_keeps_nobody_waiting_and_is_not_starved(record_property: Callable[[str, object], None]) -> None:
     flags = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--num-gpu-blocks-override", "2000")
     with ServerProcess(WATCHED, *flags, env={"OCTAVO_DEBUG": "runner=fake,forward.sleep=10", "OCTAVO_LOG_LEVEL": "ERROR"}) as server:

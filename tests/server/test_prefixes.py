@@ -29,7 +29,7 @@ ASKED = 8  # requests, so that every API process answers some
 @pytest.fixture(scope="module")
 def started(endless: str) -> Iterator[ServerProcess]:
     with ServerProcess(WATCHED, endless, *FLAGS, "-dp", "2", "--api-processes", "2", env=FAKE) as server:
-        wait_for(lambda: all(server.ask("GET", "/health").json["engines"]["ready"] == 2 for _ in range(ASKED)), 30)  # in each API process
+        wait_for(lambda: all(server.ask("GET", "/health").json["engines"]["ready"] == 2 for _ in range(ASKED)))  # in each API process
         yield server
         assert "Traceback" not in server.stderr, server.stderr[-3000:]
 
@@ -91,8 +91,8 @@ def test_a_killed_engine_comes_back_pinned_whoever_had_ordered_it(server: Server
     pid = next(pid for _ in range(50) if (pid := server.ask("GET", "/watch").json.get("engine_pid")))  # one process knows it
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: server.ask("GET", "/health").json["engines"]["ready"] == 1)
-    wait_for(lambda: server.ask("GET", "/health").json["engines"]["ready"] == 2, 30)
-    wait_for(lambda: all(one["state"] == "held" for found in listed(server) for one in found), 30)
+    wait_for(lambda: server.ask("GET", "/health").json["engines"]["ready"] == 2)
+    wait_for(lambda: all(one["state"] == "held" for found in listed(server) for one in found))
     wait_for(lambda: metric(server, "pinned_blocks") == 24)
     for number in range(4):
         assert server.ask("DELETE", f"{PREFIXES}/k{number}").status == 200

@@ -139,13 +139,13 @@ def storm(server: ServerProcess, quiet: list[Answer], seconds: float, blow: Blow
             if ready(server)[0] == 3:  # whoever loses two engines without a token between is failed
                 blow(server, rng)
                 deaths += 1
-                wait_for(lambda: ready(server)[0] < 3, NOTICED_SECONDS)  # until then all would still seem to be well
+                wait_for(lambda: ready(server)[0] < 3)  # until then all would still seem to be well
         return *served.result(), deaths
 
 
 def survives(folder: str, num_clients: int, seconds: float, deaths: int, *flags: str, blow: Blow = kill_or_stop) -> str:
     with ServerProcess("octavo serve", folder, *FLAGS, *flags, env={"OMP_NUM_THREADS": "1"}, watch="") as server:
-        wait_for(lambda: ready(server) == (3, 3), 60)
+        wait_for(lambda: ready(server) == (3, 3))
         quiet = asyncio.run(one_by_one(server, num_clients))
         before = server.memory("VmRSS")
         try:
@@ -154,8 +154,8 @@ def survives(folder: str, num_clients: int, seconds: float, deaths: int, *flags:
             error.add_note(server.stderr[-20_000:])
             raise
         assert died >= deaths and moved > 0, (answered, moved, died)
-        wait_for(lambda: ready(server) == (3, 3), 60)
-        wait_for(lambda: nothing_is_held(server), 5)  # an API process hears it with the next beats
+        wait_for(lambda: ready(server) == (3, 3))
+        wait_for(lambda: nothing_is_held(server))  # an API process hears it with the next beats
         grown = server.memory("VmRSS") - before
         assert grown < 50 * 2**20, f"the API process grew by {grown >> 20} MiB"
         return f"{answered} answers, {moved} moved, {died} engines died, {grown / 2**20:+.1f} MiB"

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.test_serve_cli import family, gone
-from tests.support.fair_clock import FairClock
+from tests.support.engine_process import PATIENCE
 from tests.support.heavy_watch import family as family_list
 from tests.support.http_server import wait_for
 from tests.support.open_streams import story, while_streaming
@@ -57,7 +58,7 @@ def streamed(reply: Reply | None) -> str:
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_no_client_notices_that_engines_die_and_all_are_told_apart(endless: str, processes: str) -> None:
     with ServerProcess("octavo serve", endless, *FLAGS, "--api-processes", processes, env=FAKE) as server:
-        wait_for(lambda: ready(server) == (3, 3), 20)
+        wait_for(lambda: ready(server) == (3, 3))
         quiet = asyncio.run(while_streaming(server, 12, 60, lambda: asyncio.sleep(0)))
         pids = engines(server)
         assert len(pids) == 3
@@ -70,9 +71,9 @@ def test_no_client_notices_that_engines_die_and_all_are_told_apart(endless: str,
             ended = asyncio.run(while_streaming(server, 12, 60, kill))
             assert all(each.is_whole for each in ended), [each.reply and each.reply.body[-300:] for each in ended if not each.is_whole]
             assert [streamed(each.reply) for each in ended] == [streamed(each.reply) for each in quiet]
-        wait_for(lambda: ready(server) == (3, 3), 20)
-        assert gone({pids[0], pids[1]}, 1)
-        wait_for(lambda: restarts(server) == ["0", "1", "1"], 10)
+        wait_for(lambda: ready(server) == (3, 3))
+        assert gone({pids[0], pids[1]})
+        wait_for(lambda: restarts(server) == ["0", "1", "1"])
         assert 'octavo:generation_tokens_total{engine="all"' in server.ask("GET", "/metrics").body.decode()
         reply = server.ask("POST", "/v1/completions", story(8) | {"include_timings": True}).json
         timings = reply["timings"]
@@ -82,7 +83,7 @@ def test_no_client_notices_that_engines_die_and_all_are_told_apart(endless: str,
             assert (record["engine"], record["routing"], record["resumed"]) == (timings["engine"], timings["routing"], 0)
         left = set(family(server.process.pid))
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended(10) == 0 and gone(left, 3)
+        assert server.ended() == 0 and gone(left)
 
 
 def test_an_admin_has_all_engines_replaced_while_clients_are_served(endless: str) -> None:
@@ -98,11 +99,11 @@ def test_an_admin_has_all_engines_replaced_while_clients_are_served(endless: str
         assert (started.status, started.json) == (202, {"status": "restarting", "engines": 3})
         again = server.ask("POST", "/admin/restart", **BOSS)
         assert again.status == 409 and again.error["code"] == "restarting"
-        clock = FairClock()
+        deadline = time.monotonic() + 2 * PATIENCE
         while before & set(engines(server).values()) or ready(server) != (3, 3):
             assert texts(server, 2, 20) == wanted
             wait_for(lambda: ready(server)[0] >= 2)  # an API process may hear that one is back after the next one was taken
-            assert not clock.is_past(60), server.stderr[-3000:]
+            assert time.monotonic() < deadline, server.stderr[-3000:]
         wait_for(lambda: server.stderr.count(" is ready again") == 3)
         told = re.findall(r"Engine (\d) (gets no new requests|is ready again)", server.stderr)
         assert told == [(number, what) for number in "012" for what in ("gets no new requests", "is ready again")], "one after the other"

@@ -31,7 +31,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     flags = ("--max-model-len", "64", "--num-gpu-blocks-override", "200", "--block-size", "4", "--max-num-seqs", "16")
     env = {"OCTAVO_DEBUG": "check=1", "OCTAVO_LOG_LEVEL": "ERROR"}
     with ServerProcess(f"octavo serve {model}", *flags, env=env) as server:
-        with httpx.Client(base_url=f"http://{server.host}:{server.port}", timeout=10) as client:
+        with httpx.Client(base_url=f"http://{server.host}:{server.port}", timeout=60) as client:
             assert client.get("/openapi.json").json()["paths"].keys() == SCHEMA["paths"].keys()
             yield client
             assert client.get("/health").json() == {"status": "ready"}

@@ -54,7 +54,7 @@ class Parent:
     def pid(self) -> int | None:
         return None if self.sibling._process is None else self.sibling._process.pid
 
-    def until(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+    def until(self, holds: Callable[[], bool], seconds: float = 60) -> None:
         """Ticks meanwhile."""
         deadline = time.monotonic() + seconds
         while not holds():
@@ -167,7 +167,7 @@ def test_one_that_slept_with_the_whole_machine_lives(monkeypatch: pytest.MonkeyP
 def test_one_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siblings, "command", lambda *words: ["/no/such/program"])
     with parent(max_restarts=2) as first:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while first.siblings.check():
             assert time.monotonic() < deadline and not isinstance(first.pid, int)
             time.sleep(TICK)

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from unittest.mock import AsyncMock
 
 import httpx2 as httpx
@@ -21,9 +20,12 @@ from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
-from tests.support.fair_clock import FairClock
+from tests.support.engine_process import PATIENCE
+from tests.support.http_server import wait_for
 from tests.support.server_process import STAND_IN, Reply, ServerProcess, read_replies
 from tests.support.stand_in_llm import StandInLLM
+
+WORDS = 60  # three seconds of an answer
 
 
 class Streams:
@@ -35,7 +37,7 @@ class Streams:
         self._threads = [threading.Thread(target=self._ask, args=(server, words)) for _ in range(count)]
         for thread in self._threads:
             thread.start()
-        self._begun.wait(10)
+        self._begun.wait(PATIENCE)
 
     def _ask(self, server: ServerProcess, words: int) -> None:
         data = b'{"words": %d}' % words
@@ -44,30 +46,30 @@ class Streams:
             with server.connect() as sock:
                 sock.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
                 sock.recv(1, socket.MSG_PEEK)
-                self._begun.wait(10)
+                self._begun.wait(PATIENCE)
                 self.replies += read_replies(sock)
         except Exception as error:
             self.replies.append(error)
 
     def ended(self) -> list[Reply | Exception]:
         for thread in self._threads:
-            thread.join(20)
+            thread.join(PATIENCE)
         return self.replies
 
 
 # promise: shutdown-timeout, loading-draining-dead
 def test_sigterm_lets_open_requests_end_and_takes_no_new_ones() -> None:
     with ServerProcess(STAND_IN) as server:
-        streams = Streams(server, 20, 30)
+        streams = Streams(server, 20, WORDS)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert server.ask("GET", "/health").json == {"status": "draining"} and server.ask("GET", "/health").status == 503
+        wait_for(lambda: server.ask("GET", "/health").json == {"status": "draining"})
+        assert server.ask("GET", "/health").status == 503
         late = server.ask("POST", "/slow", {"words": 1})
         assert (late.status, late.error["type"], late.error["code"]) == (503, "server_error", "draining")
         assert int(late.headers["retry-after"]) >= 1
         replies = streams.ended()
-        assert all(isinstance(reply, Reply) and reply.status == 200 and reply.body.count(b"word") == 30 for reply in replies)
-        assert len(replies) == 20 and server.ended(10) == 0
+        assert all(isinstance(reply, Reply) and reply.status == 200 and reply.body.count(b"word") == WORDS for reply in replies)
+        assert len(replies) == 20 and server.ended() == 0
         assert "SIGTERM" in server.stderr and "Traceback" not in server.stderr
 
 
@@ -75,9 +77,8 @@ def test_sigterm_lets_open_requests_end_and_takes_no_new_ones() -> None:
 def test_what_does_not_end_in_time_is_cut_off() -> None:
     with ServerProcess(STAND_IN, "--shutdown-timeout", "0.3") as server:
         streams = Streams(server, 2, 400)
-        clock = FairClock()
         server.process.send_signal(signal.SIGINT)
-        assert server.ended() == 0 and clock.seconds() < 6
+        assert server.ended() == 0
         assert all(isinstance(reply, Reply) and 0 < reply.body.count(b"word") < 400 for reply in streams.ended())
 
 
@@ -85,11 +86,10 @@ def test_a_second_signal_stops_at_once() -> None:
     with ServerProcess(STAND_IN) as server:
         streams = Streams(server, 2, 400)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        clock = FairClock()
+        wait_for(lambda: server.ask("GET", "/health").status == 503)
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended() == 1 and clock.seconds() < 2
-        streams.ended()
+        assert server.ended() == 1
+        assert not any(isinstance(reply, Reply) and reply.body.count(b"word") == 400 for reply in streams.ended())
 
 
 # promise: health, loading-draining-dead
@@ -113,7 +113,7 @@ def test_whatever_keeps_it_from_starting_ends_the_server_and_is_told(trouble: Ex
         llm.start = AsyncMock(side_effect=trouble)  # type: ignore[method-assign]
         server, listener = Server(llm, ServerConfig(), "m"), bind("127.0.0.1", 0)  # type: ignore[arg-type]
         siblings = Siblings(Orders(EngineConfig(), server.config, "", ""), listener, server.observer.numbers)
-        return await asyncio.wait_for(ApiProcess(server, listener, siblings).run_to_end(), 10)
+        return await asyncio.wait_for(ApiProcess(server, listener, siblings).run_to_end(), 60)
 
     with pytest.raises(OctavoError) as failed:
         asyncio.run(main())
@@ -133,4 +133,4 @@ def test_log_lines_are_objects_where_asked_for_and_a_dead_engine_ends_the_server
         assert {entry["level"] for entry in logged} == {"INFO", "ERROR"} and all(entry["time"] > 1.7e9 for entry in logged)
         assert "no such thing" in next(entry["traceback"] for entry in logged if entry["level"] == "ERROR")
         server.ask("GET", "/die")
-        assert server.ended(10) == 1
+        assert server.ended() == 1

@@ -132,4 +132,4 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, pro
             while bytes_read > 0:
                 bytes_read -= len(connection.recv(bytes_read))
             assert served.llm.stats.running > 0
-        wait_for(lambda: served.llm.is_idle, 1)
+        wait_for(lambda: served.llm.is_idle)

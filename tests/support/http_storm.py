@@ -140,7 +140,7 @@ def held_at_rest(server: ServerProcess) -> dict[str, int]:
     return seen[-1]
 
 
-def seconds_until_idle(server: ServerProcess, before: dict[str, int], most: float = 10.0) -> float:
+def seconds_until_idle(server: ServerProcess, before: dict[str, int], most: float = 60.0) -> float:
     """As little as before, once the stats of the engine's last beat are in."""
     clock = FairClock()
     while (now := held(server)) != before and not clock.is_past(most):

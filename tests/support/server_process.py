@@ -16,7 +16,6 @@ from typing import Any
 
 from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
-from tests.support.fair_clock import FairClock
 from tests.support.forked import forked
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
@@ -97,10 +96,10 @@ class ServerProcess:
         return found
 
     def ended(self, seconds: float = SECONDS) -> int:
-        """Its code, once it has ended, which may take so long by a fair clock."""
-        clock = FairClock()
+        """Its exit code, once it has ended."""
+        deadline = time.monotonic() + seconds
         while (code := self.process.poll()) is None:
-            assert not clock.is_past(seconds), f"it has not ended after {seconds} s: {self.stderr[-3000:]}"
+            assert time.monotonic() < deadline, f"it has not ended after {seconds} s: {self.stderr[-3000:]}"
             time.sleep(0.01)
         self._reader.join(SECONDS)
         return code
@@ -110,10 +109,10 @@ class ServerProcess:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.search(rf"{line}:\s+(\d+) kB", status)[1])  # type: ignore[index]
 
-    def connect(self, seconds: float = 10) -> socket.socket:
+    def connect(self, seconds: float = 60) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=seconds)
 
-    def send(self, data: bytes, seconds: float = 10, most: int = 1000) -> list[Reply]:
+    def send(self, data: bytes, seconds: float = 60, most: int = 1000) -> list[Reply]:
         """The answers to these bytes."""
         with self.connect(seconds) as sock:
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # it has heard enough

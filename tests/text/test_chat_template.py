@@ -200,6 +200,7 @@ def test_a_large_conversation_renders() -> None:
     assert template.render(turns).count("word ") == 401 * 2000
 
 
+@pytest.mark.timed("what a thread gets done within the time limit of another")
 def test_threads_render_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversation in a thread keeps nobody waiting, and its limits are its own."""
     monkeypatch.setattr(prompt, "MAX_SECONDS", 0.3)

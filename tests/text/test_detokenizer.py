@@ -81,6 +81,7 @@ def test_sentencepiece_drops_one_leading_space_at_the_start_of_a_text_only() -> 
     assert IncrementalDetokenizer(tokenizer, prompt_ids=[1, *once]).push(once) == " Once"
 
 
+@pytest.mark.timed("the CPU time of a token")
 def test_a_push_costs_the_same_late_as_early() -> None:
     tokenizer = tokenizer_of("smollm2")
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. ") * 2000

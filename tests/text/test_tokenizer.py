@@ -134,6 +134,7 @@ def test_control_tokens_are_single_ids_that_decoding_hides() -> None:
     assert smollm2().chat_template is not None
 
 
+@pytest.mark.timed("the CPU time of building a tokenizer")
 def test_smollm2_is_built_in_a_third_of_a_second() -> None:
     metadata = smollm2_metadata()
     seconds = []

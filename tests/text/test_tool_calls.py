@@ -219,6 +219,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("family", "head", "crumb"), HOSTILE)
+@pytest.mark.timed("CPU time that grows linearly with the text")
 def test_a_hostile_megabyte_is_read_in_time_that_grows_with_it(family: str, head: str, crumb: str) -> None:
     def seconds(size: int, step: int) -> float:
         text = head + crumb * (size // len(crumb))

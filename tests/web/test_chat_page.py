@@ -242,7 +242,7 @@ def test_stop_ends_the_answer_and_the_request(open_stand_in: OpenPage) -> None:
         expect(answers(page).first).to_contain_text("stopped")
         assert "second" not in page.content()
         request = page.evaluate("JSON.parse(Object.values(localStorage)[0]).messages[1].request")
-        deadline = time.monotonic() + 20  # nothing more is being said, so that it takes the server a moment to see that nobody listens
+        deadline = time.monotonic() + 60  # nothing more is being said, so that it takes the server a moment to see that nobody listens
         read = "id => fetch('./v1/requests/' + id).then(answer => answer.json())"
         while (record := page.evaluate(read, request))["state"] != "finished":
             assert time.monotonic() < deadline, record
@@ -557,6 +557,7 @@ def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenP
 
 
 # promise: page
+@pytest.mark.timed("the first paint")
 def test_first_paint_comes_within_a_second(page: Page, record_property: Callable[[str, object], None]) -> None:
     page.context.new_cdp_session(page).send("Network.setCacheDisabled", {"cacheDisabled": True})
     painted: list[int] = []

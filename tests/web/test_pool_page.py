@@ -143,7 +143,7 @@ def crossed(page: Page, block: int) -> bool:
 
 def wait_until(page: Page, expression: str) -> None:
     """`wait_for_function` needs eval, which the page forbids."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(20)

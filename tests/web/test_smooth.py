@@ -98,6 +98,7 @@ class Work:
 
 
 # promise: live-block-pool
+@pytest.mark.timed("how long the page keeps its thread busy")
 def test_100_000_blocks_stay_smooth(browser: Browser, page: Page, host: ViewHost, record_property: Callable[[str, object], None]) -> None:
     """From the first picture on no task is long, and ten frames a second leave most of the thread's time to others."""
     frames, draw = large_pool(), random.Random(2)

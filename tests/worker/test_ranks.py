@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -129,11 +128,9 @@ def test_a_rank_that_dies_or_stops_ends_the_engine_with_its_name(
     (pid,) = processes(llm)
     llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
     os.kill(pid, number)
-    start = time.monotonic()
     for _ in range(2):  # it does not come back
         with pytest.raises(RankLost, match=words if _ == 0 else "rank 1"):
             llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
-    assert time.monotonic() - start < 20
     llm.close()
     assert gone(pid)
 
