@@ -50,7 +50,7 @@ inline float unit(uint32_t word) { return (float(int32_t(word >> 9)) + 0.5f) * 0
 inline float gumbel(float unit) { return -float(std::log(double(-float(std::log(double(unit)))))); }
 
 // An upper bound of the Gumbel noise of a word, at most 0.1 too large if that is above 3: -log(-log(u)) <= -log(1 - u), and the bits
-// of 1 - u, read as a number, approximate its logarithm from above.
+// of 1 - u, read as a number, approximate its logarithm from below.
 inline float noise_bound(uint32_t word) {
     float rest = float(int32_t(~word >> 9)) + 0.5f;  // (1 - u) * 2^23
     return 0.693148f * (150.0001f - float(int32_t(float_to_bits(rest))) * 0x1p-23f);

@@ -2,7 +2,6 @@
 
     prompt ─► one sequence ─► candidates ─► width sequences ─► candidates of each ─► a choice ─► ... ─► answers
                   ▲                              │ preempted: all of them at once
-                  ▲                              │ preempted: all of them at once
                   └── their common prefix ◄──────┘ the tokens after it are stored here, and computed again for each beam
 
 Beams that continue in place keep their row and blocks. Others are forked, by reference, into the rows of beams that ended. A beam that

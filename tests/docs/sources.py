@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +57,17 @@ def literals() -> tuple[Said, ...]:
             elif isinstance(node, ast.JoinedStr):
                 found.append(_said(path, node, "".join(str(part.value) if isinstance(part, ast.Constant) else GAP for part in node.values)))
     return tuple(found)
+
+
+def notes(folder: str) -> Iterator[Said]:
+    """Every docstring and comment of a folder of octavo/, in Python and C++."""
+    for path in sorted((ROOT / "octavo" / folder).rglob("*.py")):
+        yield from (_said(path, text, str(text.value)) for text in _docstrings(ast.walk(ast.parse(path.read_text()))))
+        with path.open("rb") as file:
+            comments = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        yield from (Said(f"{path.relative_to(ROOT).as_posix()}:{token.start[0]}", token.string) for token in comments)
+    for path in sorted((ROOT / "octavo" / folder).glob("*.[ch]*")):
+        yield from (Said(line.where, line.text.partition("//")[2]) for line in lines(path) if "//" in line.text)
 
 
 def _said(path: Path, node: ast.expr, text: str) -> Said:

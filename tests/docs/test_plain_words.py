@@ -1,8 +1,9 @@
 """Phrases that users did not understand, and that must not come back: in help, messages, documents and on the page."""
 
+import re
 from collections.abc import Iterable, Iterator
 
-from tests.docs.sources import Said, documents, helps, literals, page
+from tests.docs.sources import Said, documents, helps, literals, notes, page
 
 # phrase -> what to write instead
 PHRASES = {
@@ -35,6 +36,17 @@ PHRASES = {
     "wants a server": "needs a server",
     "are for the eye": "are not run",
 }
+# docstrings and comments of these folders: pattern -> what to write instead. Names of the code stand in backticks.
+FOLDERS = ("attention", "kernels", "layers", "loading", "models", "native", "policy", "quant", "worker")
+PRIVATE_WORDS = {
+    r"\btwins?\b": "reference",
+    r"\b(nobody|somebody|whoever)\b": "the name of the subject",
+    r"\bwho (asks|comes|has|waits|wants)\b": "the name of the subject",
+    r"\b(gives?|gave|given|giving) (it |them )?back\b": "frees",
+    r"\b(deals?|dealt|dealing) out\b": "divides, assigns",
+    r"\bnews\b": "updates",
+    r"\bin teams\b": "in shared-prefix groups",
+}
 OLD_WORDS = "docs/decisions.md"  # reasons as they were written down when they were decided
 
 
@@ -66,3 +78,23 @@ def test_a_phrase_is_found_across_lines_with_what_to_write() -> None:
     assert list(offences([said])) == [
         "a.md: 'nobody watching costs nothing'; write instead: when nobody is watching, it costs nothing"
     ]
+
+
+def private_words(texts: Iterable[Said]) -> Iterator[str]:
+    for said in texts:
+        plain = re.sub(r"`[^`]*`", "", " ".join(said.text.lower().split()))
+        for pattern, instead in PRIVATE_WORDS.items():
+            if found := re.search(pattern, plain):
+                yield f"{said.where}: {found[0]!r}; write instead: {instead}"
+
+
+def test_docstrings_and_comments_use_the_terms_of_the_field() -> None:
+    texts = [said for folder in FOLDERS for said in notes(folder)]
+    assert list(private_words(texts)) == []
+    every_kind = ("Scheduling policy", "keys remembered after eviction", "The C ABI of Octavo's CPU kernels")
+    assert [text for text in every_kind if not any(text in said.text for said in texts)] == [], "some kind of text was not read"
+
+
+def test_a_private_word_is_found_unless_it_is_a_name_of_the_code() -> None:
+    said = [Said("a.py:1", "The twin of a\n    kernel"), Said("a.py:2", "# `news` of a row")]
+    assert list(private_words(said)) == ["a.py:1: 'twin'; write instead: reference"]

@@ -4,14 +4,12 @@
     survey       bounds for a row, from those: `draw_state.py`. With top-k, the k-th smallest of the groups' minimum
                  distances: at least k tokens are within it. Otherwise the smallest probability that could still win
     gather       members: with top-k all tokens within that bound, otherwise those that may win the race           one pass
-    settle       finds the cutoff among the members by bisection over bits, then over ids, and races them. Without top-k, top-p comes
-                 after the race
-    weigh        the total probability of a row with top-p, and the part of it before its first picks               one pass
+    settle       finds the cutoff among the members by bisection over bits, then ids, and races them. Without top-k, top-p comes later
+    weigh        the total probability of a row with top-p, and the part of it before its first picks              one pass
     draw_fallback  rows with more than CAPACITY members, or whose first picks are all beyond the cutoff (`draw_fallback.py`)
 
 A token with probability m scores -log(SHARE) or more if -log(u) <= SHARE * m, where u is its noise in (0, 1): then 1 - u is not larger
-either, which needs no logarithm. With SHARE = RACERS / Z, where Z is the total of the row, RACERS tokens do; Z is a lower bound, and is
-divided by top-p.
+either, which needs no logarithm. With SHARE = RACERS / Z, RACERS tokens do. Z is a lower bound of the row's total, divided by top-p.
 
 The result equals that of `kernels/reference/sampling.py` (order (distance, id), equal scores to the lower id), unless two scores, or a
 probability and a cutoff, are closer than the precision of float32 logarithms and exponentials.
