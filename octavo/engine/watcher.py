@@ -107,7 +107,7 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
 
 class Watcher:
     def __init__(self, scheduler: Scheduler, contents: Contents, log: StepLog, start: float, watched_from: float) -> None:
-        """`log`: the steps made so far. `start`: times are counted from it. `watched_from`: since then, the taking of blocks was observed."""
+        """`log`: the steps made so far. `start`: times count from it. `watched_from`: since then, the taking of blocks was observed."""
         self.wants = True  # it has asked for a frame
         self.due = 0.0  # it gets none before
         self._scheduler, self._pool = scheduler, scheduler.kv.pool

@@ -81,7 +81,7 @@ def test_it_is_followed_over_the_engines_death_and_by_two_at_once(endless: str) 
             await tokens(llm, ask([1], 5))
             again = Follower(llm)
             await until(lambda: bool(again.frames), 2.0)
-            assert again.frames[0].full and [step[0] for step in again.frames[0].steps] == list(range(1, 66)) and sum(again.state.sealed) == 6
+            assert again.frames[0].full and again.steps == list(range(1, 66)) and sum(again.state.sealed) == 6
             await again.leave()
             await other.close()
 
