@@ -218,7 +218,7 @@ class Watcher:
     def _state(self, block: int, ids: list[int] | None) -> BlockState:
         key, ref, since = self._pool.key_of[block], self._pool.ref[block], self._contents.since[block]
         if key is not None:
-            return block, ref, 2 if block in self._pool.pinned else 1, key[1][:8].hex(), ids, round(since - self._start, 4)
+            return block, ref, 1 + self._pool.pinned[block], key[1][:8].hex(), ids, round(since - self._start, 4)
         return block, ref, 0, "", ids, round(since - self._start, 4) if ref and since >= self._watched_from else None
 
     def _tokens(self, block: int, place: Place | None) -> list[int]:

@@ -112,6 +112,11 @@ class Story:
         self.go_on(lambda: self.model.write(self.model.seqs[seq], count))
 
 
+def kinds(page: Page) -> dict[str, int]:
+    """Blocks by their kind, as far as they are counted on the page."""
+    return {str(count.get_attribute("data-kind")): int(count.inner_text()) for count in page.locator(".pool-counts li:not([hidden]) b").all()}
+
+
 def entries(page: Page) -> list[str]:
     return page.locator(".entry-place").all_text_contents()
 
@@ -158,7 +163,7 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     story = Story(pool_host)
     page = open_pool()
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
-    legend = page.locator(".pool-legend")
+    legend = page.locator(".pool-counts")
     expect(legend.locator("[data-kind=cached]")).to_have_text("0")
     free = story.model.free[-2]
     before = pixel(page, free)
@@ -180,17 +185,18 @@ def test_a_pinned_block_is_marked_and_stays_in_use_without_a_request(open_pool: 
     story = Story(pool_host)
     page = open_pool()
     first, *others = story.model.seqs[0].table
-    legend, figures = page.locator(".pool-legend"), page.locator(".pool-figures")
-    expect(legend.locator("[data-kind=pinned]")).to_have_text("0")
+    expect(page.locator(".pool-figures")).to_contain_text("3 of 19")
     shared = {"blocks": [[first, 2, 2, "ab" * 8, None, 1.5]], "events": [[3, 1.5, "pin", 1, 4]]}
     pool_host.send({"kind": "delta", "at": 1.5, **shared})
-    expect(legend.locator("[data-kind=pinned]")).to_have_text("1")
     expect(page.locator(".pool-news")).to_contain_text("a prefix of 4 tokens was pinned and stays in the cache, in 1 block")
-    alone = [[first, 1, 2, "ab" * 8, None, 1.5], *([block, 0, 0, "", None, None] for block in others)]
-    pool_host.send({"kind": "delta", "at": 2.0, "blocks": alone, "gone": [[0, "stop"]]})
-    expect(figures).to_contain_text("1 of 19 blocks in use")
-    expect(legend.locator("[data-kind=held]")).to_have_text("0")
+    assert kinds(page) == {"held": 3, "free": 16}, "one request uses it: a pin shares nothing"
     page.locator(".pool-marks").hover(position=position(page, first))
+    expect(page.locator(".pool-detail")).to_contain_text(f"Block {first}: in use; entry 0 of A (sequence 0); pinned; full")
+    alone = [[first, 2, 3, "ab" * 8, None, 1.5], *([block, 0, 0, "", None, None] for block in others)]  # by two pins
+    pool_host.send({"kind": "delta", "at": 2.0, "blocks": alone, "gone": [[0, "stop"]]})
+    expect(page.locator(".pool-figures")).to_contain_text("1 of 19 blocks in use")
+    assert kinds(page) == {"pinned": 1, "free": 18}, "they are the pool"
+    expect(page.locator("[data-figure=used]")).to_have_text("5.3 %")
     expect(page.locator(".pool-detail")).to_contain_text(f"Block {first}: pinned, so it stays in the cache; full, digest abab")
 
 
@@ -206,7 +212,7 @@ def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: Open
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
     page.locator(".pool-marks").click(position=position(page, model.seqs[0].table[0]))
     for place in (".pool-detail .pool-text", ".entry-text >> nth=0"):
-        expect(page.locator(place)).to_have_text("The text is hidden. It is shown on the machine of the server, or with its key.")
+        expect(page.locator(place)).to_have_text("The text is hidden. It is shown with the server's admin key, or by a server without a key on your own machine.")
     expect(page.locator(".pool-detail")).to_contain_text("4 of 4 tokens")
 
 
@@ -240,7 +246,7 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     story.go_on(lambda: story.model.end(story.model.seqs[1], "stop"))
     wait_for_moment(page, story.model.now)
     assert entries(page) == table  # it has ended: what it left in the cache is still lit, what was not sealed is not
-    expect(page.locator(".entry-text").last).to_have_text("has other content now")
+    expect(page.locator(".entry-text").last).to_have_text("was not full, so it was freed at the end")
     short: list[list[str]] = []
 
     def come_and_go() -> None:
@@ -524,7 +530,7 @@ def test_a_small_pool_is_one_picture_of_every_block(open_pool: OpenPage, pool_ho
     wait_for_moment(page, 1.0)
     expect(page.locator(".pool")).to_have_attribute("data-shows", "all")
     assert_map_is_drawn(page, story.model.seqs[0].table[0], story.model.free[0])
-    assert [page.locator(part).is_visible() for part in (".pool-stage", ".grid-stage", ".pool-overview")] == [True, False, False]
+    assert [page.locator(part).is_visible() for part in (".pool-stage", ".grid-stage", ".pool-whole")] == [True, False, False]
 
 
 # promise: used-blocks-readable
@@ -536,22 +542,17 @@ def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks
     page = open_pool()
     pool, welcome = page.locator(".pool"), page.locator(".pool-welcome")
     block = "Each square here is a block: a piece of memory with room for 4 tokens of a conversation. A letter marks who uses it."
-    expect(welcome.locator("p")).to_have_text([block, "Ask something and watch its blocks fill:"])
+    expect(welcome.locator("p")).to_have_text(block)
     expect(welcome.locator(".welcome-squares span")).to_have_text(["A", "A", "", "", ""])
-    prompts = welcome.locator(".welcome-prompt")
-    expect(prompts).to_have_count(3)
-    for choice in (*prompts.all(), welcome.get_by_role("button", name="Show me how paging works")):
-        choice.click()
-    assert page.evaluate("asked") == [*prompts.all_inner_texts(), "lesson"]
     story = Story(pool_host, num_blocks=NUM_BLOCKS)
     model = story.model
     wait_for_moment(page, 1.0)
     expect(welcome).to_be_hidden()
     expect(pool).to_have_attribute("data-shows", "grid")
-    expect(pool).to_have_attribute("data-cell", "44")
+    expect(pool).to_have_attribute("data-cell", "72")
     first = sorted(model.seqs[0].table)
     assert colour_in_grid(page, 0) == [*page.evaluate(PALETTE)["seq"][0], 255]
-    expect(page.locator(".pool-overview")).to_contain_text("All 5,823 blocks in physical order")
+    expect(page.locator(".pool-whole")).to_have_text("All 5,823 blocks")
     assert_map_is_drawn(page, first[0], NUM_BLOCKS // 2)  # as a strip
     assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
     story.go_on(model.admit, lambda: model.write(model.seqs[1], 8))  # blocks with lower numbers come behind those that are there
@@ -590,20 +591,23 @@ def test_the_more_blocks_are_used_the_smaller_they_are_until_they_share_cells(op
         return str(page.locator(".pool").get_attribute("data-shows")), int(page.locator(".pool").get_attribute("data-cell") or 0)
 
     pool_host.send(model.head(), {**model.frame("full"), "at": 1.0})
-    page = open_pool()
+    page = open_pool(viewport={"width": 800, "height": 1100})
     wait_for_moment(page, 1.0)
     expect(page.locator(".pool-welcome")).to_be_visible()
     hold(0, 5)  # somebody has asked before this page was opened
     expect(page.locator(".pool-welcome")).to_be_hidden()
-    assert hold(20) == ("grid", 44)
-    assert hold(400)[0] == "grid" and 22 <= hold(400)[1] < 44
-    assert hold(20, 5000) == ("grid", 22)  # cached blocks have what room is left, and those in use can be read
+    assert hold(20) == ("grid", 72)
+    assert hold(400)[0] == "grid" and 20 <= hold(400)[1] < 44
+    assert hold(20, 300)[1] >= 20
+    expect(page.locator(".pool-counts")).not_to_contain_text("have no room")  # all cached blocks are seen where they can be read
+    assert hold(20, 5000) == ("grid", 20)  # cached blocks have what room is left, and those in use can be read
+    expect(page.locator(".pool-counts")).to_contain_text(re.compile(r"cached 5,000 \(4,\d\d\d have no room here\)"))
     assert block_at(page, 0) == "Block 1"
-    assert hold(1000)[0] == "grid" and 7 <= hold(1000)[1] < 22
+    assert hold(1000)[0] == "grid" and 7 <= hold(1000)[1] < 20
     assert hold(5800)[0] == "map"
     assert page.get_by_role("button", name="Show the blocks in use").is_hidden()
-    expect(page.locator(".pool-overview")).to_contain_text("too many are in use")
-    assert hold(20) == ("grid", 44)
+    expect(page.locator(".pool-whole")).to_contain_text("too many are in use")
+    assert hold(20) == ("grid", 72)
 
 
 # promise: requests-page-what
