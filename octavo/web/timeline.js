@@ -103,7 +103,7 @@ class Timeline {
     if (this.#view.isLive && state.busySince !== null && now - begun > LONG_STEP) {
       return `Step ${(step?.[0] ?? 0) + 1} is running, for ${(now - begun).toFixed(1)} s now.`;
     }
-    return step ? sayStep(step, steps[steps.indexOf(step) - 1]) : "No step yet.";
+    return step ? sayStep(step, steps[steps.indexOf(step) - 1]) : this.#view.recorded ? "No step yet." : "No step in the last ten minutes.";
   }
 
   #drawFigures(steps, from, to, now, state) {

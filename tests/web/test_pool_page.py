@@ -444,6 +444,68 @@ def test_a_stream_that_ends_is_opened_again_and_says_why_it_cannot(open_pool: Op
     expect(page.locator(".pool-figures")).to_contain_text("3 of 49")
 
 
+# promise: gone-server-seen
+def test_a_page_whose_server_is_gone_does_not_call_what_it_shows_the_present(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    story = Story(pool_host)
+    story.write(0, 4)
+    page = open_pool()
+    moment, used, running = page.locator(".timeline-moment"), page.locator("[data-figure=used]"), page.locator("[data-figure=running]")
+    expect(page.locator(".request-group", has_text="Running 1")).to_be_visible()
+    expect(moment).to_have_text("live")
+    expect(running).to_have_text("1")
+    before = page.evaluate("document.querySelector('.pool-cells').clientHeight")
+    pool_host.status = 503
+    pool_host.start_again()
+    expect(moment).to_have_text("not connected")
+    expect(page.locator(".pool-status")).to_contain_text("trying again. This is how the pool was last seen.")
+    expect(page.locator(".request-group", has_text="Were running 1")).to_be_visible()
+    for figure in (running, used, page.locator("[data-figure=decode]")):
+        expect(figure).to_have_text("–")
+    expect(page.locator("[data-figure=hits]")).to_have_text("50 %")  # of the time shown
+    expect(page.locator(".timeline-step")).to_have_text(re.compile("^Step 1 at 1.50 s: "))
+    assert page.evaluate("document.querySelector('.pool-cells').clientHeight") == before
+    page.get_by_role("button", name="One step back").click()
+    expect(moment).to_have_text("0.50 s ago")  # what was is known as before
+    expect(page.locator(".pool-status")).to_be_hidden()
+    page.get_by_role("button", name="Live").click()
+    pool_host.status = 200
+    pool_host.send(story.model.head(), {**story.model.frame("full"), "at": 2.0})
+    page.evaluate("view.source.retry()")
+    expect(moment).to_have_text("live")
+    expect(page.locator(".request-group", has_text="Running 1")).to_be_visible()
+    expect(used).not_to_have_text("–")
+
+
+# promise: timeline-of-before
+def test_the_steps_of_before_are_shown_and_said_to_be_without_blocks(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    """After a reload, or in a second tab: the figures are of the time shown, and the pool goes back to when the page was opened."""
+    model = ViewModel(1, 20)
+    model.admit()
+    model.write(model.seqs[0], 10)
+    steps = [[step, 100.0 + step / 2, 20, 0, 3, 1, 1, 0, 3, 0, 8 * (step == 10), 10 * (step == 10)] for step in (2, 4, *range(5, 41))]
+    pool_host.send(model.head(), {**model.frame("full"), "at": 120.5, "steps": steps})
+    page = open_pool()
+    note, step, bars = page.locator(".timeline-before"), page.locator(".timeline-step"), page.locator(".timeline-bars")
+    expect(note).to_have_text("Before this page was opened: steps only, no blocks")
+    expect(page.locator("[data-figure=hits]")).to_have_text("80 %")
+    expect(page.locator(".figure", has=page.locator("[data-figure=hits]")).locator("dt")).to_have_text("Prefix hits, 30 s")
+    width = page.evaluate("document.querySelector('.timeline-bars').clientWidth")
+
+    def place(at: float) -> dict[str, float]:
+        return {"x": width * (1 - (page.evaluate("view.now") - at) / 30), "y": 40}
+
+    page.evaluate("view.pause()")
+    expect(page.locator("[data-figure=decode]")).to_have_text("6")  # of five seconds, as if the page had been open
+    bars.hover(position=place(101.9))
+    expect(step).to_have_text(re.compile(r"^Steps 3 to 4 at 102\.00 s: .*\. Its blocks are not known$"))
+    bars.click(position=place(110.0))
+    wait_for_moment(page, 120.5)
+    page.get_by_label("Shown").select_option("2")
+    expect(page.locator("[data-figure=hits]")).to_have_text("–")  # nothing was asked in these two seconds
+    page.get_by_role("button", name="Live").click()
+    expect(note).to_be_hidden()  # soon they are no longer in the time shown
+
+
 def test_everything_is_done_by_keyboard(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     page = open_pool()
