@@ -75,7 +75,13 @@ def _lines(watch: Watch, width: int, height: int) -> list[Line]:
 
 def _kinds(state: ViewState) -> bytes:
     """Returns the kind of each block but the null block, as an index of KINDS."""
-    return bytes((3 if ref > 1 else 2) if ref else (1 if sealed else 0) for ref, sealed in zip(state.ref[1:], state.sealed[1:]))
+    return bytes(_kind(*block) for block in zip(state.ref[1:], state.sealed[1:]))
+
+
+def _kind(ref: int, sealed: int) -> int:
+    if not ref:
+        return 1 if sealed else 0
+    return 3 if ref - max(sealed - 1, 0) > 1 else 2  # a pin counts in ref, and shares nothing
 
 
 def _figures(watch: Watch, kinds: bytes) -> list[str]:
@@ -83,7 +89,7 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
     running = sum(seq["state"] == "running" for seq in state.seqs.values())
     counts = watch.counts
     prompt, output = counts.rates()
-    used, pinned = kinds.count(2) + kinds.count(3), state.sealed.count(2)
+    used, pinned = kinds.count(2) + kinds.count(3), sum(sealed > 1 for sealed in state.sealed)
     return [
         f"running {running}",
         f"waiting {len(state.seqs) - running}",

@@ -1,10 +1,10 @@
 """The view: what pool and scheduler do, gathered while somebody watches.
 
     kv.on_seal ────────┐   always: what a cached block holds nobody else knows
+    core.trace ────────┤   always: the figures of each step, for the timeline of whoever comes later (step_log.py)
     pool.on_event ─────┤
     pins.on_change ────┤
-    scheduler.on_end ──┤
-    core.trace ────────┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
+    scheduler.on_end ──┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
 
 A client asks for every frame: one that is slow gets fewer. Between two frames of a client the loop has worked a hundred times as long
 as it takes to gather one, so that watching costs a hundredth, however much there is to see. Nothing that goes wrong in here stops the
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from octavo.engine.core import EngineCore
-from octavo.engine.trace import NoTrace, Trace
+from octavo.engine.step_log import StepLog
 from octavo.engine.watcher import Contents, Watcher
 from octavo.engine.wire import EventWords, ViewFrame, Wanted
 from octavo.log import logger
@@ -49,11 +49,13 @@ class EngineView:
         self._is_attached = False  # to what somebody watches
         self._is_off = False  # it failed
         self._untold: set[str] = set()  # clients that wait for a frame and are to be told so
-        self._trace: Trace = NoTrace()  # what was there before
         kv = self._scheduler.kv
         self._on_event, self._on_end, self._on_seal = kv.pool.on_event, self._scheduler.on_end, kv.on_seal
         self._on_pin = self._scheduler.pins.on_change
         self._contents = Contents(kv.pool, kv.spans, clock)
+        self._steps = StepLog()
+        self._seen = self._counts()
+        self._trace, core.trace = core.trace, self
         kv.on_seal = self._on_sealed
 
     def ask(self, client: str, wanted: Wanted) -> None:
@@ -65,7 +67,7 @@ class EngineView:
         if wanted == "full":
             if not self._watchers:
                 self._attach()
-            self._watchers[client] = Watcher(self._scheduler, self._contents, self._start, self._watched_from)
+            self._watchers[client] = Watcher(self._scheduler, self._contents, self._steps, self._start, self._watched_from)
         elif wanted == "none":
             self._leave(client)
         elif client in self._watchers:
@@ -103,7 +105,7 @@ class EngineView:
             logger.error("the inspector failed and is switched off; the engine goes on", exc_info=error)
             self._is_off = True
             self._untold |= {client for client, watcher in self._watchers.items() if watcher.wants}
-            self._scheduler.kv.on_seal = self._on_seal
+            self._scheduler.kv.on_seal, self._core.trace = self._on_seal, self._trace
             if self._is_attached:
                 self._detach()
             self._watchers.clear()
@@ -120,14 +122,13 @@ class EngineView:
     def _attach(self) -> None:
         pool, scheduler = self._scheduler.kv.pool, self._scheduler
         self._watched_from = self._clock()
-        self._trace, self._on_event, self._on_end = self._core.trace, pool.on_event, scheduler.on_end
-        self._seen = (scheduler.stats.preemptions, scheduler.stats.prefix_hits, scheduler.stats.prefix_queries)
+        self._on_event, self._on_end = pool.on_event, scheduler.on_end
         self._preemptions = {seq.seq_id: seq.preemptions for seq in scheduler.waiting if seq.preemptions}
-        self._is_attached, self._core.trace = True, self
+        self._is_attached = True
         pool.on_event, scheduler.on_end, scheduler.pins.on_change = self._on_block, self._on_sequence_end, self._on_pin_change
 
     def _detach(self) -> None:
-        self._is_attached, self._core.trace = False, self._trace
+        self._is_attached = False
         self._scheduler.kv.pool.on_event, self._scheduler.on_end = self._on_event, self._on_end
         self._scheduler.pins.on_change = self._on_pin
 
@@ -172,19 +173,30 @@ class EngineView:
         self._try(self._note_step, plan, scheduler)
 
     def _note_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        at, stats, pool = self._now(), scheduler.stats, scheduler.kv.pool
-        decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
-        seen = (stats.preemptions, stats.prefix_hits, stats.prefix_queries)
-        preempted, hits, queries = (new - old for new, old in zip(seen, self._seen))
-        self._seen = seen
+        now, pool = self._clock(), scheduler.kv.pool
+        at = round(now - self._start, 4)
+        tokens = sum(plan.num_query)
+        if tokens == len(plan.row):  # one token each, as in most steps
+            decoding = sum(plan.samples)
+        else:
+            decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
+        seen, self._seen = self._seen, self._counts()
+        preempted, hits, queries = (new - old for new, old in zip(self._seen, seen))
         numbers = (
-            plan.step, at, round(1000 * (self._clock() - self._began), 3), sum(plan.num_query) - decoding, decoding, len(plan.row),
+            plan.step, at, round(1000 * (now - self._began), 3), tokens - decoding, decoding, len(plan.row),
             len(scheduler.running), len(scheduler.waiting), pool.num_blocks - 1 - pool.num_free, preempted, hits, queries,
         )  # fmt: skip
+        self._steps.add(numbers)
+        if not self._watchers:
+            return
         for words in (*self._preempted(preempted), *_events_of(plan, scheduler)):
             self._tell((plan.step, at, *words))
         for watcher in self._watchers.values():
             watcher.add_step(numbers)
+
+    def _counts(self) -> tuple[int, int, int]:
+        stats = self._scheduler.stats
+        return stats.preemptions, stats.prefix_hits, stats.prefix_queries
 
     def rest(self, scheduler: Scheduler) -> None:
         self._trace.rest(scheduler)

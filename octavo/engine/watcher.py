@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
+from octavo.engine.step_log import StepLog
 from octavo.engine.wire import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
 from octavo.messages import Ending
 from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
@@ -105,12 +106,12 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
 
 
 class Watcher:
-    def __init__(self, scheduler: Scheduler, contents: Contents, start: float, watched_from: float) -> None:
-        """Times are counted from `start`. Allocations of blocks are observed since `watched_from`."""
+    def __init__(self, scheduler: Scheduler, contents: Contents, log: StepLog, start: float, watched_from: float) -> None:
+        """`log`: the steps so far. Times are counted from `start`. Allocations of blocks are observed since `watched_from`."""
         self.wants = True  # it has requested a frame
         self.due = 0.0  # no frame is sent earlier
         self._scheduler, self._pool = scheduler, scheduler.kv.pool
-        self._contents, self._start, self._watched_from = contents, start, watched_from
+        self._contents, self._log, self._start, self._watched_from = contents, log, start, watched_from
         held = (block for seq in scheduler.running for table in seq.tables for block in table if block != NULL_BLOCK)
         self._owed: dict[int, Place | None] = dict.fromkeys(self._pool.index.values())  # its place in the sequence that fills it
         self._dirty = dict.fromkeys(chain(held, self._owed))
@@ -153,7 +154,8 @@ class Watcher:
         """Returns a frame with the updates that fit, or None if there are none."""
         seqs, gone = self._sequences()
         blocks = self._blocks()
-        steps, events = list(self._steps), list(self._events)
+        steps = self._log.rows(at) if self._full else list(self._steps)
+        events = list(self._events)
         if not (self._full or seqs or gone or blocks or steps or events):
             return None
         frame = ViewFrame(self._full, at, started, blocks, seqs, gone, steps, events, self._lost)
@@ -216,7 +218,7 @@ class Watcher:
     def _state(self, block: int, ids: list[int] | None) -> BlockState:
         key, ref, since = self._pool.key_of[block], self._pool.ref[block], self._contents.since[block]
         if key is not None:
-            return block, ref, 2 if block in self._pool.pinned else 1, key[1][:8].hex(), ids, round(since - self._start, 4)
+            return block, ref, 1 + self._pool.pinned[block], key[1][:8].hex(), ids, round(since - self._start, 4)
         return block, ref, 0, "", ids, round(since - self._start, 4) if ref and since >= self._watched_from else None
 
     def _tokens(self, block: int, place: Place | None) -> list[int]:

@@ -23,6 +23,7 @@ import msgspec
 from octavo import __version__
 from octavo.client.view import ViewState
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.step_log import StepLog
 from octavo.engine.wire import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
@@ -189,6 +190,7 @@ class ViewHub:
 
     def _forget(self) -> None:
         self._state = ViewState()
+        self._steps = StepLog()
         self._lines: deque[Line] = deque(maxlen=KEPT_LINES)
         self._number = 0  # how many lines there have been, also of earlier engines
         self._openings: dict[bool, Opening] = {}  # with text, without
@@ -271,11 +273,14 @@ class ViewHub:
     def _take(self, frame: ViewFrame, pieces: Pieces) -> None:
         if frame.full:
             self._state.apply(self._head(frame))
+            self._steps = StepLog()
             self._lines.clear()
         told = delta(frame, pieces, self._name)
         if frame.full and (ranks := self._ranks()):
             told["ranks"] = ranks
         self._state.apply(told)
+        for step in frame.steps:
+            self._steps.add(step)
         self._offset = time.monotonic() - frame.at
         self._add(None if frame.full else Line(told))  # a full frame is not kept: watchers get it from the state
 
@@ -380,7 +385,7 @@ class ViewHub:
             "blocks": self._blocks(0),
             "seqs": [*(seq for seq, _ in state.ended), *state.seqs.values()],
             "gone": [(seq["seq"], how) for seq, how in state.ended],
-            "steps": list(state.steps),
+            "steps": self._steps.rows(state.at),
             "events": list(state.events),
             "lost": state.lost,
             **({"ranks": state.ranks} if state.ranks else {}),

@@ -99,6 +99,11 @@ export class History {
     return this.state ? Math.max(this.segments[0].key.at, this.last - this.limits.seconds) : 0;
   }
 
+  /** Where the steps that are known begin: the server tells those of the minutes before, too. */
+  get firstStep() {
+    return Math.min(this.first, this.logs.steps.items[0]?.[1] ?? this.first);
+  }
+
   get last() {
     return this.state?.at ?? 0;
   }

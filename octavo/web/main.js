@@ -25,6 +25,8 @@ const askAgain = watchServer(part("state"), part("about"), {
   },
 });
 
+view.on((what) => what === "status" && view.isStale && askAgain());
+
 const forget = part("forget-key");
 const showForget = () => { forget.hidden = !hasKey(); };
 forget.addEventListener("click", () => {

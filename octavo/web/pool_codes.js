@@ -1,6 +1,6 @@
 // What is to be seen of a block, in one number, so that a frame costs one pass and only what changed is drawn.
 //
-//   kind 2 bits | dim 1 | mark of the sequence 8 | lit 1 | sealed 1 | fill 4 | reference count 8 | pinned 1
+//   kind 2 bits | dim 1 | mark of the sequence 8 | lit 1 | sealed 1 | fill 4 | users 8 | pinned 1
 
 import { MARKS } from "./palette.js";
 
@@ -24,37 +24,33 @@ export const countOf = (code) => (code >> 17) & 255;
 export const isPinned = (code) => (code >> 25) & 1;
 
 /**
- * Codes of all blocks, and how many there are of each kind, sealed and pinned. What a pin alone holds looks cached.
+ * Codes of all blocks, and how many there are of each kind: together they are the pool. A block that a pin alone holds looks cached.
  * `lit`: the blocks of what is selected, or null.
  */
 export function encode(state, lit) {
-  const { ref, sealed: seals, pinned: pins, tokens } = state.blocks;
+  const { ref, sealed: seals, pins, tokens } = state.blocks;
   const { block_size: size, num_blocks: count } = state.head;
   const marks = new Uint8Array(count);
   for (const { seq, table } of state.seqs.values()) for (const block of table) marks[block] = seq % MARKS;
   const codes = new Uint32Array(count);
   const found = new Uint32Array(KINDS.length);
-  let [numSealed, numPinned, pinnedAlone] = [0, 0, 0];
+  let pinned = 0;
   const dim = lit === null ? 0 : DIM;
   for (let block = 1; block < count; block += 1) {
-    const references = ref[block];
+    const users = ref[block] - pins[block];
     const sealed = seals[block];
-    const pinned = pins[block];
-    const alone = pinned && references === 1;
-    const kind = references > 1 ? SHARED : alone ? CACHED : references === 1 ? HELD : sealed ? CACHED : FREE;
-    if (alone) pinnedAlone += 1;
+    const kind = users > 1 ? SHARED : users === 1 ? HELD : sealed ? CACHED : FREE;
+    if (kind === CACHED && pins[block]) pinned += 1;
     else found[kind] += 1;
-    numSealed += sealed;
-    numPinned += pinned;
-    let code = kind | dim | (sealed << 12) | (pinned << 25);
+    let code = kind | dim | (sealed << 12) | (pins[block] ? 1 << 25 : 0);
     if (kind >= HELD) {
       const known = sealed ? null : tokens[block];
       const fill = known === null ? 15 : Math.round((15 * Math.min(size, known.length)) / size);
-      code |= (marks[block] << 3) | (fill << 13) | (Math.min(255, references) << 17);
+      code |= (marks[block] << 3) | (fill << 13) | (Math.min(255, users) << 17);
     }
     codes[block] = code;
   }
   for (const block of lit ?? []) codes[block] = (codes[block] & ~DIM) | LIT;
   const counts = Object.fromEntries(KINDS.map((kind, index) => [kind, found[index]]));
-  return { codes, counts: { ...counts, sealed: numSealed, pinned: numPinned, pinnedAlone } };
+  return { codes, counts: { ...counts, pinned } };
 }

@@ -17,7 +17,7 @@ function colour(palette, code) {
 export class CellPainter {
   #context;
   #drawn = new Uint32Array(0); // block -> its code as it is on the canvas
-  #shown = []; // cell -> its block on the canvas, 0: none
+  #shown = []; // cell -> its block on the canvas, 0: an empty place
   #image = null; // of a dense pool: a pixel for each cell
   #colours = null; // and the red, green and blue of every code
 
@@ -54,14 +54,20 @@ export class CellPainter {
 
   /** Places whose block is another one, or has changed. */
   #drawPlaces(changed, codes) {
-    const cells = Math.max(this.layout.cells, this.#shown.length);
-    for (let cell = 0; cell < cells; cell += 1) {
+    for (let cell = 0; cell < this.layout.room; cell += 1) {
       const [block] = blocksOf(this.layout, cell);
-      if (block === (this.#shown[cell] ?? 0) && !changed.has(block)) continue;
+      if (block === this.#shown[cell] && !changed.has(block)) continue;
       this.#shown[cell] = block;
       if (block) this.#drawCell(cell, block, codes[block]);
-      else this.#clearCell(cell);
+      else this.#drawEmpty(cell);
     }
+  }
+
+  #drawEmpty(cell) {
+    const side = sideOf(this.layout);
+    this.#clearCell(cell);
+    this.#context.fillStyle = css(this.palette.free, 0.45);
+    this.#context.fillRect(...placeOf(this.layout, cell), side, side);
   }
 
   #clearCell(cell) {
@@ -149,7 +155,7 @@ export class CellPainter {
   #writeMark(x, y, cell, code, fill) {
     const numbered = cell >= LEAST_FOR_NUMBERS;
     const text = kindOf(code) === SHARED ? `×${countOf(code)}` : letterOf(markOf(code));
-    const share = (numbered ? 0.42 : 0.55) * (text.length > 2 ? 0.8 : 1);
+    const share = (numbered ? 0.42 : 0.55) * (text.length > 2 ? 0.85 : 1);
     this.#text(text, `600 ${Math.round(cell * share)}px`, x + cell / 2, y + cell * (numbered ? 0.4 : 0.5) + 0.5, fillOf(code) > 0.6 ? inkOn(fill) : this.palette.ink);
   }
 

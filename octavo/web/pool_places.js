@@ -8,8 +8,8 @@
 import { LARGEST, READABLE, capacity } from "./pool_layout.js";
 import { CACHED, HELD, isLit, isPinned, kindOf } from "./pool_codes.js";
 
-const SIZES = [LARGEST, 36, 30, READABLE + 3, READABLE, 16, 12, 9, 7]; // pixels
-const ROOM_TO_GROW = 1.5; // cells become larger only if so many times as many of them would fit
+const SIZES = [LARGEST, 64, 57, 51, 46, 41, 37, 33, 30, 27, 24, 22, READABLE, 16, 12, 9, 7]; // pixels
+const ROOM_TO_GROW = 1.3; // cells become larger only if so many times as many of them would fit
 
 export class Places {
   #cells = new Map(); // block -> cell
@@ -27,7 +27,7 @@ export class Places {
     return this.#blocks[cell] ?? 0;
   }
 
-  /** The layout for these codes; null: there is no room even for the smallest cells. */
+  /** The layout for these codes, how many places there are, and how many cached blocks are left without one; null: there is no room even for the smallest cells. */
   update(codes, width, height) {
     this.#size = this.#choose(...count(codes), width, height);
     if (this.#size === 0) return null;
@@ -43,7 +43,8 @@ export class Places {
     this.#place(needed, room);
     this.#fill(cached, room);
     const cells = this.#blocks.length;
-    return { size, columns, rows: Math.ceil(cells / columns), cells, count: codes.length - 1, dense: false, per: 1, places: this };
+    const left = needed.length + cached.length - this.#cells.size;
+    return { size, columns, rows: Math.ceil(cells / columns), cells, count: codes.length - 1, dense: false, per: 1, places: this, room, left };
   }
 
   #choose(needed, cached, width, height) {
@@ -51,9 +52,9 @@ export class Places {
       const room = capacity(width, height, size);
       return size > READABLE ? room >= spare * (needed + cached) : room >= spare * needed;
     };
-    const target = SIZES.find((size) => fits(size)) ?? 0;
-    if (this.#size < 0 || (this.#size > 0 && !fits(this.#size))) return target;
-    return target > this.#size && fits(target, ROOM_TO_GROW) ? target : this.#size;
+    const largest = (spare) => SIZES.find((size) => fits(size, spare)) ?? 0;
+    if (this.#size < 0 || (this.#size > 0 && !fits(this.#size))) return largest(1);
+    return Math.max(this.#size, largest(ROOM_TO_GROW));
   }
 
   /** Blocks that became free leave. */

@@ -7,6 +7,7 @@ import { selectedRows } from "./table.js";
 
 const MOST_REQUESTS = 100; // of a group
 const GROUPS = { running: "Running", waiting: "Waiting", ended: "Ended" };
+const WERE = { running: "Were running", waiting: "Were waiting", ended: "Ended" }; // when the engine was last seen
 
 export class Requests {
   #titles;
@@ -17,7 +18,7 @@ export class Requests {
   constructor(element, view, titles) {
     this.#view = view;
     this.#titles = titles;
-    this.#groups = Object.fromEntries(Object.entries(GROUPS).map(([state, title]) => [state, new Group(state, title, view)]));
+    this.#groups = Object.fromEntries(Object.keys(GROUPS).map((state) => [state, new Group(state, view)]));
     element.append(this.#none, ...Object.values(this.#groups).map((group) => group.element));
   }
 
@@ -29,8 +30,9 @@ export class Requests {
       waiting: live.filter((row) => row.state !== "running"),
       ended: [...state.ended.values()].reverse(), // the last one first
     };
-    this.#none.hidden = live.length > 0;
-    for (const [name, group] of Object.entries(this.#groups)) group.draw(rows[name], picked, (row) => this.#titles.of(state, row));
+    this.#none.hidden = live.length > 0 || this.#view.isStale;
+    const titles = this.#view.isStale ? WERE : GROUPS;
+    for (const [name, group] of Object.entries(this.#groups)) group.draw(titles[name], rows[name], picked, (row) => this.#titles.of(state, row));
   }
 }
 
@@ -39,20 +41,22 @@ class Group {
   #items = new Map(); // seq -> { item, element, name, text, bar }
   #list = make("ul", { class: "request-list" });
   #rest = make("p", { class: "muted", hidden: true });
+  #title = make("span");
   #count = make("b");
   #view;
 
-  constructor(state, title, view) {
+  constructor(state, view) {
     this.#view = view;
     const content = [this.#list, this.#rest];
-    const heading = [`${title} `, this.#count];
+    const heading = [this.#title, " ", this.#count];
     this.element = state === "ended"
       ? make("details", { class: "request-group" }, make("summary", {}, ...heading), ...content)
       : make("div", { class: "request-group" }, make("h3", {}, ...heading), ...content);
   }
 
-  draw(rows, picked, titleOf) {
+  draw(title, rows, picked, titleOf) {
     this.element.hidden = rows.length === 0;
+    if (this.#title.textContent !== title) this.#title.textContent = title;
     const shown = rows.filter(({ seq }, index) => index < MOST_REQUESTS || picked.has(seq));
     const kept = new Set(shown.map(({ seq }) => seq));
     for (const [seq, { item }] of this.#items) {

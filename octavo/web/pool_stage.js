@@ -17,8 +17,8 @@ export class Stage {
   #palette = null;
   #animated = false;
   #pool;
+  #pointer = null; // [x, y]
   layout = null; // null while there is nothing to see
-  hover = null; // the cell under the pointer
 
   constructor(name, label, help, pool) {
     this.#pool = pool;
@@ -33,7 +33,7 @@ export class Stage {
 
   #listen() {
     const under = (event) => this.layout && cellAt(this.layout, event.offsetX, event.offsetY);
-    this.#over.addEventListener("pointermove", (event) => this.#point(under(event)));
+    this.#over.addEventListener("pointermove", (event) => this.#point([event.offsetX, event.offsetY]));
     this.#over.addEventListener("pointerleave", () => this.#point(null));
     this.#over.addEventListener("click", (event) => {
       const cell = under(event);
@@ -41,10 +41,15 @@ export class Stage {
     });
   }
 
-  #point(cell) {
-    if (cell === this.hover) return;
-    this.hover = cell;
-    this.#pool.wake();
+  #point(pointer) {
+    const before = this.hover;
+    this.#pointer = pointer;
+    if (this.hover !== before) this.#pool.wake();
+  }
+
+  /** The cell under the pointer, also where cells have moved under it; null: none. */
+  get hover() {
+    return this.layout && this.#pointer && cellAt(this.layout, ...this.#pointer);
   }
 
   focus() {
@@ -63,16 +68,12 @@ export class Stage {
       canvas.height = Math.round(height * devicePixelRatio);
     }
     this.layout = null;
-    this.hover = null;
   }
 
   /** Draws what differs from the canvas; returns the blocks that do. */
   draw(layout, codes) {
     const { layout: before } = this;
-    if (before?.size !== layout.size || before.columns !== layout.columns || before.count !== layout.count) {
-      this.#painter.clear(layout, this.#palette, devicePixelRatio);
-      this.hover = null;
-    }
+    if (before?.size !== layout.size || before.columns !== layout.columns || before.count !== layout.count) this.#painter.clear(layout, this.#palette, devicePixelRatio);
     this.layout = layout;
     return this.#painter.draw(layout, codes);
   }

@@ -20,22 +20,22 @@ export function visible(text) {
 
 /** Tokens side by side, each one visible as such. */
 export function tokenList(tokens, head) {
-  if (tokens !== null && head?.text === false) return [make("span", { class: "muted" }, "The text is hidden. It is shown on the machine of the server, or with its key.")];
+  if (tokens !== null && head?.text === false) return [make("span", { class: "muted" }, "The text is hidden. It is shown with the server's admin key, or by a server without a key on your own machine.")];
   if (tokens === null) return [make("span", { class: "muted" }, "text not known")];
   return tokens.map((token) => make("bdi", { class: "token" }, visible(token) || "∅"));
 }
 
-const WORDS_OF_KIND = { free: "free", cached: "cached, until its room is needed", held: "in use", shared: "shared", pinned: "pinned, so it stays in the cache" };
+const WORDS_OF_KIND = { free: "free", cached: "cached, until its room is needed", held: "in use", pinned: "pinned, so it stays in the cache" };
 
 /** A block in one sentence. */
 export function sayBlock(state, block) {
-  const { ref, sealed, pinned, digests, tokens, since } = state.blocks;
+  const { sealed, pins, digests, tokens, since } = state.blocks;
   const kind = state.kind(block);
-  const parts = [`Block ${block}: ${kind === "shared" ? `shared by ${ref[block]}` : WORDS_OF_KIND[kind]}`];
+  const parts = [`Block ${block}: ${kind === "shared" ? `shared by ${state.users(block)}` : WORDS_OF_KIND[kind]}`];
   const owners = state.owners(block);
   if (owners.length) parts.push(owners.slice(0, 8).map(([seq, index]) => `entry ${index} of ${nameOf(seq)}`).join(", "));
   if (owners.length > 8) parts.push(`and ${owners.length - 8} more`);
-  if (pinned[block] && kind === "shared") parts.push("pinned");
+  if (pins[block] && kind !== "pinned") parts.push("pinned");
   if (sealed[block]) parts.push(`full, digest ${digests[block] || "not known"}`);
   if (kind !== "free" && since[block]) parts.push(`for ${Math.max(0, state.at - since[block]).toFixed(1)} s`);
   if (tokens[block]) parts.push(`${tokens[block].length} of ${state.head.block_size} tokens`);

@@ -12,7 +12,7 @@ class Blocks {
     this.blockSize = blockSize;
     this.ref = new Uint32Array(numBlocks);
     this.sealed = new Uint8Array(numBlocks);
-    this.pinned = new Uint8Array(numBlocks);
+    this.pins = new Uint32Array(numBlocks);
     this.since = new Float64Array(numBlocks);
     this.digests = new Array(numBlocks).fill("");
     this.tokens = new Array(numBlocks).fill(null); // block -> pieces of text, null: not known
@@ -21,7 +21,7 @@ class Blocks {
   clone() {
     const copy = Object.create(Blocks.prototype);
     copy.blockSize = this.blockSize;
-    for (const name of ["ref", "sealed", "pinned", "since", "digests", "tokens"]) copy[name] = this[name].slice();
+    for (const name of ["ref", "sealed", "pins", "since", "digests", "tokens"]) copy[name] = this[name].slice();
     return copy;
   }
 
@@ -31,7 +31,7 @@ class Blocks {
     else if (!keepsText(this, row)) this.tokens[block] = null;
     this.ref[block] = ref;
     this.sealed[block] = sealed ? 1 : 0;
-    this.pinned[block] = sealed === 2 ? 1 : 0;
+    this.pins[block] = Math.max(0, sealed - 1);
     this.digests[block] = digest;
     if (since != null) this.since[block] = since;
   }
@@ -135,11 +135,17 @@ export class State {
     return found;
   }
 
+  /** By how many block tables a block is used: a pin holds it, too, and uses nothing. */
+  users(block) {
+    return this.blocks.ref[block] - this.blocks.pins[block];
+  }
+
   /** What is in a block, in one word. */
   kind(block) {
-    const { ref, sealed, pinned } = this.blocks;
-    if (ref[block] > 1) return "shared";
-    if (ref[block] === 1) return pinned[block] ? "pinned" : "held";
+    const { ref, sealed } = this.blocks;
+    const users = this.users(block);
+    if (users > 0) return users > 1 ? "shared" : "held";
+    if (ref[block]) return "pinned";
     return sealed[block] ? "cached" : "free";
   }
 

@@ -24,7 +24,7 @@ export function litBlocks(state, chosen) {
 
 /** The table of one sequence. Only entries that changed are written: a table has hundreds, and mostly its last one changes. */
 export class OneTable {
-  #entries = new Map(); // index -> { item, element, place, shared, text, and block, kept, tokens, references as they are written }
+  #entries = new Map(); // index -> { item, element, place, shared, text, and block, lost, tokens, users as they are written }
   #view;
   about = make("span");
   list = make("ol", { class: "pool-table" });
@@ -49,20 +49,21 @@ export class OneTable {
       this.#entries.delete(index);
     }
     shown.forEach(([index, block, kept], place) => {
-      const { item } = this.#write(state, index, block, kept, block === chosenBlock);
+      const { item } = this.#write(state, row, index, block, kept, block === chosenBlock);
       if (this.list.children[place] !== item) this.list.insertBefore(item, this.list.children[place] ?? null);
     });
   }
 
-  #write(state, index, block, kept, chosen) {
+  #write(state, row, index, block, kept, chosen) {
     const one = this.#entries.get(index) ?? this.#make(index);
     const tokens = kept ? state.blocks.tokens[block] : null;
-    const references = kept ? state.blocks.ref[block] : 0;
+    const users = kept ? state.users(block) : 0;
+    const lost = kept ? "" : sayLost(state, row, index, block);
     if (one.block !== block) one.place.textContent = `${index} → ${block}`;
-    if (one.references !== references) one.shared.textContent = references > 1 ? `shared by ${references}` : "";
-    if (one.kept !== kept || one.tokens !== tokens) one.text.replaceChildren(...(kept ? tokenList(tokens, state.head) : [make("span", { class: "muted" }, "has other content now")]));
+    if (one.users !== users) one.shared.textContent = users > 1 ? `shared by ${users}` : "";
+    if (one.lost !== lost || one.tokens !== tokens) one.text.replaceChildren(...(kept ? tokenList(tokens, state.head) : [make("span", { class: "muted" }, lost)]));
     press(one.element, chosen);
-    return Object.assign(one, { block, kept, tokens, references });
+    return Object.assign(one, { block, lost, tokens, users });
   }
 
   #make(index) {
@@ -74,6 +75,12 @@ export class OneTable {
     this.#entries.set(index, one);
     return one;
   }
+}
+
+/** What became of a block that a request had, and that has no longer what the request put there. */
+function sayLost(state, row, index, block) {
+  if (state.kind(block) !== "free") return "has other content now";
+  return row.digests?.[index] ? "was evicted, and is free now" : "was not full, so it was freed at the end";
 }
 
 function shownEntries(all) {

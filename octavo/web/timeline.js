@@ -3,11 +3,12 @@
 //   mountTimeline(element, view)
 
 import { freshId, make, oncePerPicture } from "./dom.js";
+import { foldLegend } from "./legend.js";
 import { onTheme, readPalette } from "./palette.js";
 import { Sheet } from "./sheet.js";
-import { buildControls } from "./timeline_controls.js";
+import { buildControls, sayStretch } from "./timeline_controls.js";
 import { drawBars, drawLine } from "./timeline_draw.js";
-import { AT, FIGURES, barsOf, columnsOf, firstFrom, stepAt } from "./timeline_series.js";
+import { AT, FIGURES, NUMBER, UNKNOWN, barsOf, columnsOf, firstFrom, stepAt } from "./timeline_series.js";
 
 const COLUMNS = 120; // of a line
 const STRETCHES = [2, 10, 30, 120, 600]; // seconds that may be shown at once
@@ -34,7 +35,7 @@ class Timeline {
   constructor(element, view) {
     this.#view = view;
     this.#parts = build(element, () => this.wake());
-    this.#controls = buildControls(this.#parts.controls, view, STRETCHES, this.#stretch, (seconds) => {
+    this.#controls = buildControls(this.#parts, view, STRETCHES, this.#stretch, (seconds) => {
       this.#stretch = seconds;
       this.wake();
     });
@@ -59,10 +60,11 @@ class Timeline {
   }
 
   #tell(share) {
-    const { steps } = this.#view.history.logs;
+    const { first, logs } = this.#view.history;
     const time = this.#timeOf(share);
-    const step = steps.items[firstFrom(steps.items, time)];
-    if (step) this.#parts.step.textContent = sayStep(step);
+    const place = firstFrom(logs.steps.items, time);
+    const step = logs.steps.items[place];
+    if (step) this.#parts.step.textContent = `${sayStep(step, logs.steps.items[place - 1])}${step[AT] < first ? ". Its blocks are not known" : ""}`;
   }
 
   #draw() {
@@ -77,10 +79,11 @@ class Timeline {
     const bars = barsOf(steps, from, to, Math.max(1, Math.floor(this.#parts.bars.width / 3)));
     this.#shown = { from, to };
     const marked = events.slice(firstFrom(events, from), firstFrom(events, to + 1e-6));
-    const { most, longest } = drawBars(this.#parts.bars, bars, marked, { from, to, moment: now }, this.#palette);
+    const { most, longest } = drawBars(this.#parts.bars, bars, marked, { from, to, moment: now, known: history.first }, this.#palette);
     this.#parts.scale.textContent = bars.length ? `tallest bar: ${most.toLocaleString()} tokens, longest step: ${longest.toFixed(1)} ms` : "";
+    this.#parts.before.hidden = !(steps[0]?.[AT] < history.first && from < history.first && bars.length);
     const step = stepAt(steps, moment);
-    this.#parts.step.textContent = this.#sayNow(state, step, now);
+    this.#parts.step.textContent = this.#sayNow(state, step, now, steps);
     this.#drawFigures(steps, from, to, now, state);
     this.#goOn(state, step, now);
     Object.assign(this.#parts.root.dataset, { moment: moment.toFixed(3), step: step?.[0] ?? "" });
@@ -95,12 +98,12 @@ class Timeline {
   }
 
   /** The step under way, if it takes long; else the last one. */
-  #sayNow(state, step, now) {
+  #sayNow(state, step, now, steps) {
     const begun = Math.max(state.busySince ?? 0, step?.[AT] ?? 0);
-    if (this.#view.time === "live" && state.busySince !== null && now - begun > LONG_STEP) {
+    if (this.#view.isLive && state.busySince !== null && now - begun > LONG_STEP) {
       return `Step ${(step?.[0] ?? 0) + 1} is running, for ${(now - begun).toFixed(1)} s now.`;
     }
-    return step ? sayStep(step) : "No step yet.";
+    return step ? sayStep(step, steps[steps.indexOf(step) - 1]) : this.#view.recorded ? "No step yet." : "No step in the last ten minutes.";
   }
 
   #drawFigures(steps, from, to, now, state) {
@@ -108,13 +111,16 @@ class Timeline {
     const seconds = this.#stretch / COLUMNS;
     const blocks = state.head.num_blocks - 1;
     const [shown] = columnsOf(steps, from, now, 1);
-    const { first } = this.#view.history;
-    for (const [name, { line, number }] of Object.entries(this.#parts.figures)) {
-      const { now: figure, value, say, most, empty = null } = FIGURES[name];
+    const { firstStep: first } = this.#view.history;
+    for (const [name, { line, number, label, element }] of Object.entries(this.#parts.figures)) {
+      const { label: called, now: figure, value, say, most, empty = null, ofStretch = false, hidesZero = false } = FIGURES[name];
       const values = sums.map((sum) => (sum ? value(sum, seconds, blocks) : empty));
       drawLine(line, values, most ?? Math.max(1, ...values), (now - from) / (to - from), this.#palette);
-      const words = say(figure({ steps, state, now, first, shown }));
+      const words = this.#view.isStale && !ofStretch ? UNKNOWN : say(figure({ steps, state, now, first, shown }));
       if (number.textContent !== words) number.textContent = words;
+      const title = ofStretch ? [called, `, ${sayStretch(this.#stretch)}`] : [called, ""];
+      if (label.textContent !== title.join("")) label.replaceChildren(title[0], make("span", { class: "figure-stretch" }, title[1]));
+      element.hidden = hidesZero && words === "0";
     }
   }
 
@@ -122,12 +128,14 @@ class Timeline {
   #goOn(state, step, now) {
     clearTimeout(this.#tick);
     const settled = state.busySince === null && now - (step?.[AT] ?? -Infinity) > SETTLED_SECONDS;
-    if (this.#view.time === "live" && this.#view.status.ok && !settled) this.#tick = setTimeout(() => this.wake(), TICK_MS);
+    if (this.#view.isLive && !settled) this.#tick = setTimeout(() => this.wake(), TICK_MS);
   }
 }
 
-function sayStep([step, at, ms, prefill, decode, rows]) {
-  return `Step ${step} at ${at.toFixed(2)} s: ${prefill} prefill and ${decode} decode tokens of ${rows} ${rows === 1 ? "sequence" : "sequences"}, ${ms.toFixed(1)} ms`;
+/** One step, or where rows are of several the steps since the row before. */
+function sayStep([step, at, ms, prefill, decode, rows], before) {
+  const several = before && step - before[NUMBER] > 1;
+  return `${several ? `Steps ${before[NUMBER] + 1} to ${step}` : `Step ${step}`} at ${at.toFixed(2)} s: ${prefill} prefill and ${decode} decode tokens of ${rows} ${rows === 1 ? "sequence" : "sequences"}, ${ms.toFixed(1)} ms`;
 }
 
 const LEGEND = {
@@ -146,26 +154,32 @@ function build(element, resized) {
   const title = freshId("steps");
   const sheet = (properties) => new Sheet(make("canvas", properties), resized);
   const bars = sheet({ class: "timeline-bars", role: "img", "aria-labelledby": title });
-  const figures = Object.fromEntries(
-    Object.keys(FIGURES).map((name) => [name, { line: sheet({ class: "figure-line", "aria-hidden": "true" }), number: make("dd", { "data-figure": name }) }]),
-  );
+  const figures = Object.fromEntries(Object.keys(FIGURES).map((name) => [name, buildFigure(name, sheet)]));
+  const key = ([name, words]) => make("li", {}, make("span", { class: `key key-${name}`, "aria-hidden": "true" }), words);
+  const legend = foldLegend("Legend of the timeline", make("ul", { class: "timeline-legend" }, ...Object.entries(LEGEND).map(key)));
   const parts = {
     bars,
     figures,
     controls: make("div", { class: "timeline-controls" }),
+    status: make("p", { class: "timeline-status", role: "status" }),
     step: make("p", { class: "timeline-step", id: title }),
-    scale: make("span", { class: "muted" }),
+    scale: make("p", { class: "timeline-scale" }),
+    before: make("p", { class: "timeline-before", hidden: true }, "Before this page was opened: steps only, no blocks"),
   };
-  const key = ([name, words]) => make("span", { class: "timeline-key" }, make("span", { class: `key key-${name}`, "aria-hidden": "true" }), words);
   parts.root = make(
     "div",
     { class: "timeline" },
+    make("div", { class: "timeline-head" }, parts.step, parts.status, legend.opener, legend.panel),
     parts.controls,
-    parts.step,
+    make("div", { class: "timeline-notes" }, parts.before, parts.scale),
     bars.canvas,
-    make("dl", { class: "figures" }, ...Object.entries(figures).map(([name, { line, number }]) => make("div", { class: "figure" }, make("dt", {}, FIGURES[name].label), number, make("dd", { class: "figure-drawing" }, line.canvas)))),
-    make("p", { class: "timeline-legend" }, ...Object.entries(LEGEND).map(key), parts.scale),
+    make("dl", { class: "figures" }, ...Object.values(figures).map((figure) => figure.element)),
   );
   element.append(parts.root);
   return parts;
+}
+
+function buildFigure(name, sheet) {
+  const [line, label, number] = [sheet({ class: "figure-line", "aria-hidden": "true" }), make("dt"), make("dd", { "data-figure": name })];
+  return { line, label, number, element: make("div", { class: "figure" }, label, number, make("dd", { class: "figure-drawing" }, line.canvas)) };
 }

@@ -4,7 +4,8 @@ import { button, freshId, make } from "./dom.js";
 
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 8];
 
-export function buildControls(element, view, stretches, stretch, setStretch) {
+/** Fills `element` with them; `status` is where the page says where its frames come from, if that is not the stream. */
+export function buildControls({ controls: element, status }, view, stretches, stretch, setStretch) {
   const picker = make("input", { type: "file", hidden: true, "aria-label": "A recording" });
   const slider = make("input", { type: "range", class: "timeline-slider", step: "0.001", "aria-label": "Moment" });
   const parts = {
@@ -14,28 +15,25 @@ export function buildControls(element, view, stretches, stretch, setStretch) {
     moment: make("output", { class: "timeline-moment" }),
     live: button("Live", () => (view.recorded ? view.source?.follow() : view.resume())),
     speed: choice("Speed", SPEEDS, 1, (value) => `${value}×`, (value) => (view.speed = value)),
-    status: make("p", { class: "timeline-status", role: "status" }),
+    status,
   };
   element.append(
-    make(
-      "div",
-      { class: "timeline-row" },
-      button("◂ Step", () => view.step(-1), { "aria-label": "One step back" }),
-      parts.pause,
-      button("Step ▸", () => view.step(1), { "aria-label": "One step on" }),
-      slider,
-      parts.moment,
-      parts.live,
-      choice("Shown", stretches, stretch, (value) => (value < 120 ? `${value} s` : `${value / 60} min`), setStretch),
-      parts.speed,
-      button("Open a recording", () => picker.click()),
-      picker,
-    ),
-    parts.status,
+    button("◂", () => view.step(-1), { "aria-label": "One step back", title: "One step back" }),
+    parts.pause,
+    button("▸", () => view.step(1), { "aria-label": "One step on", title: "One step on" }),
+    slider,
+    parts.moment,
+    parts.live,
+    choice("Shown", stretches, stretch, sayStretch, setStretch),
+    parts.speed,
+    button("Open a recording", () => picker.click()),
+    picker,
   );
   listen(parts, view);
   return { draw: () => draw(parts, view) };
 }
+
+export const sayStretch = (seconds) => (seconds < 120 ? `${seconds} s` : `${seconds / 60} min`);
 
 function choice(label, values, chosen, say, set) {
   const id = freshId("choice");
@@ -78,7 +76,7 @@ function draw({ slider, pause, moment, live, speed, status }, view) {
   slider.value = view.moment;
   slider.disabled = !view.state;
   const behind = last - view.moment;
-  const words = view.recorded ? `${view.moment.toFixed(2)} of ${last.toFixed(2)} s` : view.time === "live" ? "live" : `${behind.toFixed(2)} s ago`;
+  const words = view.recorded ? `${view.moment.toFixed(2)} of ${last.toFixed(2)} s` : view.isStale ? "not connected" : view.time === "live" ? "live" : `${behind.toFixed(2)} s ago`;
   moment.textContent = words;
   slider.setAttribute("aria-valuetext", words);
   const label = view.running ? "Pause" : view.recorded ? "Play" : "Resume";

@@ -7,8 +7,8 @@ const MARK_ROOM = 10; // pixels above the bars
 const MARK_EVERY = 2; // pixels
 const MS_ROOM = 14; // and below them, for how long a step took
 
-/** Decode tokens below, prefill tokens on top of them; under the line how long it took. */
-export function drawBars(sheet, bars, events, { from, to, moment }, palette) {
+/** Decode tokens below, prefill tokens on top of them; under the line how long it took. Before `known` there are steps alone, and no blocks. */
+export function drawBars(sheet, bars, events, { from, to, moment, known }, palette) {
   sheet.clear();
   const { context, width, height } = sheet;
   const floor = height - MS_ROOM;
@@ -18,7 +18,7 @@ export function drawBars(sheet, bars, events, { from, to, moment }, palette) {
   for (const bar of bars) {
     const [x, wide] = [bar.x0 * width, Math.max(1.5, (bar.x1 - bar.x0) * width - 0.5)];
     const [decode, prefill] = [bar.decode, bar.prefill].map((tokens) => (tokens / most) * (floor - MARK_ROOM));
-    context.globalAlpha = bar.at > moment ? 0.3 : 1;
+    context.globalAlpha = bar.at > moment ? 0.3 : bar.at < known ? 0.55 : 1;
     context.fillStyle = css(palette.held);
     context.fillRect(x, floor - decode, wide, decode);
     context.fillStyle = css(palette.accent);

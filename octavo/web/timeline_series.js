@@ -1,7 +1,9 @@
 // Steps become what is drawn: bars and lines over a stretch of time, in as many columns as there is room for.
 //
-// A step: [step, at, ms, prefill, decode, rows, running, waiting, used, preempted, hit, query]; `at` is its end.
+// A step: [step, at, ms, prefill, decode, rows, running, waiting, used, preempted, hit, query]; `at` is its end. One row may be of several
+// steps that were made long ago (docs/view.md).
 
+export const NUMBER = 0;
 export const AT = 1;
 const [MS, PREFILL, DECODE, ROWS, RUNNING, WAITING, USED, PREEMPTED, HIT, QUERY] = [2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
 
@@ -68,8 +70,10 @@ export function barsOf(steps, from, to, most) {
 
 const AVERAGED_SECONDS = 5; // of tokens per second; less where less is remembered
 
+export const UNKNOWN = "–"; // a figure of an engine that cannot be seen
+
 const whole = (value) => Math.round(value).toLocaleString();
-const percent = (digits) => (share) => (share === null ? "none yet" : `${(100 * share).toFixed(digits)} %`);
+const percent = (digits) => (share) => (share === null ? UNKNOWN : `${(100 * share).toFixed(digits)} %`);
 const rateOf = (name) => ({ steps, now, first }) => {
   const seconds = Math.min(AVERAGED_SECONDS, Math.max(1, now - first));
   return (columnsOf(steps, now - seconds, now, 1)[0]?.[name] ?? 0) / seconds;
@@ -77,17 +81,18 @@ const rateOf = (name) => ({ steps, now, first }) => {
 const countOf = (wanted) => ({ state }) => [...state.seqs.values()].filter((row) => (row.state === "running") === wanted).length;
 
 /**
- * name -> { label, now, say, value, most, empty }
+ * name -> { label, now, say, value, most, empty, ofStretch, hidesZero }
  *   now: the figure of a moment, of { steps, state, now (its time), first (where memory begins), shown (the steps of the stretch up to it, in one) }
  *   say: that figure -> words
+ *   ofStretch: it is of the stretch shown, not of a moment; hidesZero: it is shown only where it is not 0
  *   value: of a column of the line (its seconds, blocks of the pool) -> number or null; empty: of a column without steps
  */
 export const FIGURES = {
-  decode: { label: "Decode tokens/s", now: rateOf("decode"), say: whole, value: (sum, seconds) => sum.decode / seconds, empty: 0 },
-  prefill: { label: "Prefill tokens/s", now: rateOf("prefill"), say: whole, value: (sum, seconds) => sum.prefill / seconds, empty: 0 },
+  decode: { label: "Decode tok/s", now: rateOf("decode"), say: whole, value: (sum, seconds) => sum.decode / seconds, empty: 0 },
+  prefill: { label: "Prefill tok/s", now: rateOf("prefill"), say: whole, value: (sum, seconds) => sum.prefill / seconds, empty: 0 },
   running: { label: "Running", now: countOf(true), say: whole, value: (sum) => sum.running },
   waiting: { label: "Waiting", now: countOf(false), say: whole, value: (sum) => sum.waiting },
   used: { label: "Blocks in use", now: ({ state }) => state.numUsed / (state.head.num_blocks - 1), say: percent(1), value: (sum, _, blocks) => sum.used / blocks, most: 1 },
-  hits: { label: "Prefix hit rate", now: ({ shown }) => (shown?.query ? shown.hit / shown.query : null), say: percent(0), value: (sum) => (sum.query ? sum.hit / sum.query : null), most: 1 },
-  preempted: { label: "Preemptions", now: ({ shown }) => shown?.preempted ?? 0, say: whole, value: (sum) => sum.preempted, empty: 0 },
+  hits: { label: "Prefix hits", ofStretch: true, now: ({ shown }) => (shown?.query ? shown.hit / shown.query : null), say: percent(0), value: (sum) => (sum.query ? sum.hit / sum.query : null), most: 1 },
+  preempted: { label: "Preemptions", ofStretch: true, hidesZero: true, now: ({ shown }) => shown?.preempted ?? 0, say: whole, value: (sum) => sum.preempted, empty: 0 },
 };

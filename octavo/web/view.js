@@ -85,8 +85,17 @@ class View {
 
   /** The present, by the engine's clock: a live stream says nothing while nothing changes or a step takes long. */
   get now() {
-    const follows = this.time === "live" && this.status.ok && this.state;
-    return follows ? this.history.last + (performance.now() - this.#heard) / 1000 : this.moment;
+    return this.isLive ? this.history.last + (performance.now() - this.#heard) / 1000 : this.moment;
+  }
+
+  /** Whether what is shown is the present. */
+  get isLive() {
+    return this.time === "live" && !this.recorded && this.status.ok && this.state !== null;
+  }
+
+  /** Whether what is shown is the last that was known of an engine that cannot be seen any more. */
+  get isStale() {
+    return this.time === "live" && !this.recorded && !this.status.ok && this.state !== null;
   }
 
   get running() {

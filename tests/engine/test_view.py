@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from octavo.client import view as client_view
-from octavo.engine import watcher
+from octavo.engine import step_log, watcher
 from octavo.engine.link import ViewStream
+from octavo.engine.step_log import StepLog
 from octavo.engine.trace import NoTrace
 from octavo.engine.view import FAILED, EngineView
 from octavo.engine.wire import ViewFrame
@@ -238,12 +239,48 @@ def test_cached_blocks_are_known_that_were_filled_before_anybody_watched() -> No
     view = EngineView(engine.core)
     engine.add("a", list(range(17)), sampling(2))
     engine.run()
-    assert not view._watchers and isinstance(engine.core.trace, NoTrace) and engine.pool.on_event == engine._on_event
+    assert not view._watchers and engine.pool.on_event == engine._on_event
     reader = Reader(view, "w", engine.scheduler)
     reader.look()
     found = [(tokens, since) for tokens, since in zip(reader.state.tokens, reader.state.since) if tokens is not None]
     assert sorted(tokens for tokens, _ in found) == sorted([f"{token} " for token in range(at, at + 4)] for at in range(0, 16, 4))
     assert all(since is not None and 0 <= since <= reader.state.at for _, since in found)
+
+
+# promise: timeline-of-before
+def test_the_steps_of_the_last_minutes_are_known_to_whoever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest one by one, older ones in sums, and what they say together is the same."""
+    monkeypatch.setattr(step_log, "LATEST_STEPS", 20)
+    engine, now = FakeEngine(num_blocks=14, block_size=4, rows=4), 0.0
+    view = EngineView(engine.core, clock=lambda: now)
+    for number in range(8):
+        engine.add(f"r{number}", [*range(13), number], sampling(9, n=2))
+        while engine.core.has_work:
+            now += 0.03125
+            engine.step()
+    early = Reader(view, "early", engine.scheduler)
+    early.look()
+    steps, stats, made = early.frames[0]["steps"], engine.scheduler.stats, engine.scheduler.step
+    assert [step[0] for step in steps[-20:]] == list(range(made - 19, made + 1))
+    assert len(steps) - 20 == -(-(made - 20) // 8), "eight steps in a quarter of a second"
+    assert [step[:2] for step in steps] == sorted(step[:2] for step in steps)
+    assert sum(step[3] + step[4] for step in steps) == stats.step_tokens
+    assert [sum(step[at] for step in steps) for at in (9, 10, 11)] == [stats.preemptions, stats.prefix_hits, stats.prefix_queries]
+    assert list(map(list, StepLog(map(tuple, steps)).rows(now))) == steps, "who passes them on passes on the same"
+    now += step_log.KEPT_SECONDS - 1
+    late = Reader(view, "late", engine.scheduler)
+    late.look()
+    told = late.frames[0]["steps"]
+    assert 0 < len(told) < len(steps) and told == steps[-len(told) :], "those of ten minutes"
+
+
+def test_steps_of_hours_are_few_rows() -> None:
+    log = StepLog()
+    for step in range(1, 50_001):
+        log.add((step, step / 50, 1.5, 0, 1, 1, 1, 0, 3, 0, 0, 0))
+    rows = log.rows(1000.0)
+    assert len(rows) <= step_log.KEPT_SECONDS * step_log.ROWS_A_SECOND + step_log.LATEST_STEPS and rows[0][1] >= 400
+    assert sum(row[4] for row in rows) == pytest.approx(50 * step_log.KEPT_SECONDS, abs=25)
 
 
 def test_a_large_pool_is_told_in_parts_none_of_which_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +318,8 @@ def test_a_busy_engine_works_a_hundred_times_as_long_as_it_takes_to_gather_a_fra
 
 @pytest.mark.parametrize(
     "spoiled",
-    [f"Watcher.{name}" for name in ("__init__", "frame", "on_block", "on_end", "add_step", "add_event")] + ["Contents.remember"],
+    [f"Watcher.{name}" for name in ("__init__", "frame", "on_block", "on_end", "add_step", "add_event")]
+    + ["Contents.remember", "StepLog.add"],
 )
 def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
     spoiled: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -54,7 +54,7 @@ def metric(server: ServerProcess, name: str) -> float:
 
 
 def pinned(state: ViewState) -> int:
-    return state.sealed.count(2)
+    return sum(sealed > 1 for sealed in state.sealed)
 
 
 # promise: v1-prefixes, pinned-prefix-everywhere, pinned-prefix-seen

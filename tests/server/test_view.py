@@ -86,7 +86,7 @@ def server(endless: str) -> Iterator[ServerProcess]:
         assert "Traceback" not in server.stderr, server.stderr[-3000:]
 
 
-# promise: every-sequence-seen
+# promise: every-sequence-seen, timeline-of-before
 def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: ServerProcess) -> None:
     assert server.ask("POST", "/v1/completions", BODY).status == 200
     before = held_at_rest(server)
@@ -94,7 +94,8 @@ def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: Ser
     assert first.kinds[:2] == ["head", "full"] and set(first.frames[1]) == {
         "kind", "at", "blocks", "seqs", "gone", "steps", "events", "lost",
     }  # fmt: skip
-    head = first.frames[0]
+    head, full = first.frames[:2]
+    assert [step[0] for step in full["steps"]] == list(range(1, 41)), "the steps that were made before anybody watched"
     assert list(head) == ["kind", "version", "model", "block_size", "num_blocks", "epoch", "started", "version_of", "lesson", "text"]
     assert (head["version"], head["block_size"], head["num_blocks"], head["epoch"]) == (1, 4, 300, 1)
     assert abs(head["started"] - time.time()) < 600 and head["version_of"].startswith("octavo ")

@@ -64,7 +64,7 @@ class Reader:
         pool = scheduler.kv.pool
         assert state.ref == pool.ref
         assert state.digests == ["" if key is None else key[1][:8].hex() for key in pool.key_of]
-        assert state.sealed == [0 if key is None else 2 if block in pool.pinned else 1 for block, key in enumerate(pool.key_of)]
+        assert state.sealed == [0 if key is None else 1 + pool.pinned[block] for block, key in enumerate(pool.key_of)]
         live = {seq.seq_id: seq for seq in [*scheduler.running, *scheduler.waiting]}
         assert state.seqs.keys() == live.keys()
         for seq_id, seq in live.items():

@@ -112,6 +112,11 @@ class Story:
         self.go_on(lambda: self.model.write(self.model.seqs[seq], count))
 
 
+def kinds(page: Page) -> dict[str, int]:
+    """Blocks by their kind, as far as they are counted on the page."""
+    return {str(count.get_attribute("data-kind")): int(count.inner_text()) for count in page.locator(".pool-counts li:not([hidden]) b").all()}
+
+
 def entries(page: Page) -> list[str]:
     return page.locator(".entry-place").all_text_contents()
 
@@ -158,7 +163,7 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     story = Story(pool_host)
     page = open_pool()
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
-    legend = page.locator(".pool-legend")
+    legend = page.locator(".pool-counts")
     expect(legend.locator("[data-kind=cached]")).to_have_text("0")
     free = story.model.free[-2]
     before = pixel(page, free)
@@ -180,17 +185,18 @@ def test_a_pinned_block_is_marked_and_stays_in_use_without_a_request(open_pool: 
     story = Story(pool_host)
     page = open_pool()
     first, *others = story.model.seqs[0].table
-    legend, figures = page.locator(".pool-legend"), page.locator(".pool-figures")
-    expect(legend.locator("[data-kind=pinned]")).to_have_text("0")
+    expect(page.locator(".pool-figures")).to_contain_text("3 of 19")
     shared = {"blocks": [[first, 2, 2, "ab" * 8, None, 1.5]], "events": [[3, 1.5, "pin", 1, 4]]}
     pool_host.send({"kind": "delta", "at": 1.5, **shared})
-    expect(legend.locator("[data-kind=pinned]")).to_have_text("1")
     expect(page.locator(".pool-news")).to_contain_text("a prefix of 4 tokens was pinned and stays in the cache, in 1 block")
-    alone = [[first, 1, 2, "ab" * 8, None, 1.5], *([block, 0, 0, "", None, None] for block in others)]
-    pool_host.send({"kind": "delta", "at": 2.0, "blocks": alone, "gone": [[0, "stop"]]})
-    expect(figures).to_contain_text("1 of 19 blocks in use")
-    expect(legend.locator("[data-kind=held]")).to_have_text("0")
+    assert kinds(page) == {"held": 3, "free": 16}, "one request uses it: a pin shares nothing"
     page.locator(".pool-marks").hover(position=position(page, first))
+    expect(page.locator(".pool-detail")).to_contain_text(f"Block {first}: in use; entry 0 of A (sequence 0); pinned; full")
+    alone = [[first, 2, 3, "ab" * 8, None, 1.5], *([block, 0, 0, "", None, None] for block in others)]  # by two pins
+    pool_host.send({"kind": "delta", "at": 2.0, "blocks": alone, "gone": [[0, "stop"]]})
+    expect(page.locator(".pool-figures")).to_contain_text("1 of 19 blocks in use")
+    assert kinds(page) == {"pinned": 1, "free": 18}, "they are the pool"
+    expect(page.locator("[data-figure=used]")).to_have_text("5.3 %")
     expect(page.locator(".pool-detail")).to_contain_text(f"Block {first}: pinned, so it stays in the cache; full, digest abab")
 
 
@@ -206,7 +212,7 @@ def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: Open
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
     page.locator(".pool-marks").click(position=position(page, model.seqs[0].table[0]))
     for place in (".pool-detail .pool-text", ".entry-text >> nth=0"):
-        expect(page.locator(place)).to_have_text("The text is hidden. It is shown on the machine of the server, or with its key.")
+        expect(page.locator(place)).to_have_text("The text is hidden. It is shown with the server's admin key, or by a server without a key on your own machine.")
     expect(page.locator(".pool-detail")).to_contain_text("4 of 4 tokens")
 
 
@@ -240,7 +246,7 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     story.go_on(lambda: story.model.end(story.model.seqs[1], "stop"))
     wait_for_moment(page, story.model.now)
     assert entries(page) == table  # it has ended: what it left in the cache is still lit, what was not sealed is not
-    expect(page.locator(".entry-text").last).to_have_text("has other content now")
+    expect(page.locator(".entry-text").last).to_have_text("was not full, so it was freed at the end")
     short: list[list[str]] = []
 
     def come_and_go() -> None:
@@ -438,6 +444,68 @@ def test_a_stream_that_ends_is_opened_again_and_says_why_it_cannot(open_pool: Op
     expect(page.locator(".pool-figures")).to_contain_text("3 of 49")
 
 
+# promise: gone-server-seen
+def test_a_page_whose_server_is_gone_does_not_call_what_it_shows_the_present(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    story = Story(pool_host)
+    story.write(0, 4)
+    page = open_pool()
+    moment, used, running = page.locator(".timeline-moment"), page.locator("[data-figure=used]"), page.locator("[data-figure=running]")
+    expect(page.locator(".request-group", has_text="Running 1")).to_be_visible()
+    expect(moment).to_have_text("live")
+    expect(running).to_have_text("1")
+    before = page.evaluate("document.querySelector('.pool-cells').clientHeight")
+    pool_host.status = 503
+    pool_host.start_again()
+    expect(moment).to_have_text("not connected")
+    expect(page.locator(".pool-status")).to_contain_text("trying again. This is how the pool was last seen.")
+    expect(page.locator(".request-group", has_text="Were running 1")).to_be_visible()
+    for figure in (running, used, page.locator("[data-figure=decode]")):
+        expect(figure).to_have_text("–")
+    expect(page.locator("[data-figure=hits]")).to_have_text("50 %")  # of the time shown
+    expect(page.locator(".timeline-step")).to_have_text(re.compile("^Step 1 at 1.50 s: "))
+    assert page.evaluate("document.querySelector('.pool-cells').clientHeight") == before
+    page.get_by_role("button", name="One step back").click()
+    expect(moment).to_have_text("0.50 s ago")  # what was is known as before
+    expect(page.locator(".pool-status")).to_be_hidden()
+    page.get_by_role("button", name="Live").click()
+    pool_host.status = 200
+    pool_host.send(story.model.head(), {**story.model.frame("full"), "at": 2.0})
+    page.evaluate("view.source.retry()")
+    expect(moment).to_have_text("live")
+    expect(page.locator(".request-group", has_text="Running 1")).to_be_visible()
+    expect(used).not_to_have_text("–")
+
+
+# promise: timeline-of-before
+def test_the_steps_of_before_are_shown_and_said_to_be_without_blocks(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    """After a reload, or in a second tab: the figures are of the time shown, and the pool goes back to when the page was opened."""
+    model = ViewModel(1, 20)
+    model.admit()
+    model.write(model.seqs[0], 10)
+    steps = [[step, 100.0 + step / 2, 20, 0, 3, 1, 1, 0, 3, 0, 8 * (step == 10), 10 * (step == 10)] for step in (2, 4, *range(5, 41))]
+    pool_host.send(model.head(), {**model.frame("full"), "at": 120.5, "steps": steps})
+    page = open_pool()
+    note, step, bars = page.locator(".timeline-before"), page.locator(".timeline-step"), page.locator(".timeline-bars")
+    expect(note).to_have_text("Before this page was opened: steps only, no blocks")
+    expect(page.locator("[data-figure=hits]")).to_have_text("80 %")
+    expect(page.locator(".figure", has=page.locator("[data-figure=hits]")).locator("dt")).to_have_text("Prefix hits, 30 s")
+    width = page.evaluate("document.querySelector('.timeline-bars').clientWidth")
+
+    def place(at: float) -> dict[str, float]:
+        return {"x": width * (1 - (page.evaluate("view.now") - at) / 30), "y": 40}
+
+    page.evaluate("view.pause()")
+    expect(page.locator("[data-figure=decode]")).to_have_text("6")  # of five seconds, as if the page had been open
+    bars.hover(position=place(101.9))
+    expect(step).to_have_text(re.compile(r"^Steps 3 to 4 at 102\.00 s: .*\. Its blocks are not known$"))
+    bars.click(position=place(110.0))
+    wait_for_moment(page, 120.5)
+    page.get_by_label("Shown").select_option("2")
+    expect(page.locator("[data-figure=hits]")).to_have_text("–")  # nothing was asked in these two seconds
+    page.get_by_role("button", name="Live").click()
+    expect(note).to_be_hidden()  # soon they are no longer in the time shown
+
+
 def test_everything_is_done_by_keyboard(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     page = open_pool()
@@ -524,7 +592,7 @@ def test_a_small_pool_is_one_picture_of_every_block(open_pool: OpenPage, pool_ho
     wait_for_moment(page, 1.0)
     expect(page.locator(".pool")).to_have_attribute("data-shows", "all")
     assert_map_is_drawn(page, story.model.seqs[0].table[0], story.model.free[0])
-    assert [page.locator(part).is_visible() for part in (".pool-stage", ".grid-stage", ".pool-overview")] == [True, False, False]
+    assert [page.locator(part).is_visible() for part in (".pool-stage", ".grid-stage", ".pool-whole")] == [True, False, False]
 
 
 # promise: used-blocks-readable
@@ -536,22 +604,17 @@ def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks
     page = open_pool()
     pool, welcome = page.locator(".pool"), page.locator(".pool-welcome")
     block = "Each square here is a block: a piece of memory with room for 4 tokens of a conversation. A letter marks who uses it."
-    expect(welcome.locator("p")).to_have_text([block, "Ask something and watch its blocks fill:"])
+    expect(welcome.locator("p")).to_have_text(block)
     expect(welcome.locator(".welcome-squares span")).to_have_text(["A", "A", "", "", ""])
-    prompts = welcome.locator(".welcome-prompt")
-    expect(prompts).to_have_count(3)
-    for choice in (*prompts.all(), welcome.get_by_role("button", name="Show me how paging works")):
-        choice.click()
-    assert page.evaluate("asked") == [*prompts.all_inner_texts(), "lesson"]
     story = Story(pool_host, num_blocks=NUM_BLOCKS)
     model = story.model
     wait_for_moment(page, 1.0)
     expect(welcome).to_be_hidden()
     expect(pool).to_have_attribute("data-shows", "grid")
-    expect(pool).to_have_attribute("data-cell", "44")
+    expect(pool).to_have_attribute("data-cell", "72")
     first = sorted(model.seqs[0].table)
     assert colour_in_grid(page, 0) == [*page.evaluate(PALETTE)["seq"][0], 255]
-    expect(page.locator(".pool-overview")).to_contain_text("All 5,823 blocks in physical order")
+    expect(page.locator(".pool-whole")).to_have_text("All 5,823 blocks")
     assert_map_is_drawn(page, first[0], NUM_BLOCKS // 2)  # as a strip
     assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
     story.go_on(model.admit, lambda: model.write(model.seqs[1], 8))  # blocks with lower numbers come behind those that are there
@@ -590,20 +653,23 @@ def test_the_more_blocks_are_used_the_smaller_they_are_until_they_share_cells(op
         return str(page.locator(".pool").get_attribute("data-shows")), int(page.locator(".pool").get_attribute("data-cell") or 0)
 
     pool_host.send(model.head(), {**model.frame("full"), "at": 1.0})
-    page = open_pool()
+    page = open_pool(viewport={"width": 800, "height": 1100})
     wait_for_moment(page, 1.0)
     expect(page.locator(".pool-welcome")).to_be_visible()
     hold(0, 5)  # somebody has asked before this page was opened
     expect(page.locator(".pool-welcome")).to_be_hidden()
-    assert hold(20) == ("grid", 44)
-    assert hold(400)[0] == "grid" and 22 <= hold(400)[1] < 44
-    assert hold(20, 5000) == ("grid", 22)  # cached blocks have what room is left, and those in use can be read
+    assert hold(20) == ("grid", 72)
+    assert hold(400)[0] == "grid" and 20 <= hold(400)[1] < 44
+    assert hold(20, 300)[1] >= 20
+    expect(page.locator(".pool-counts")).not_to_contain_text("have no room")  # all cached blocks are seen where they can be read
+    assert hold(20, 5000) == ("grid", 20)  # cached blocks have what room is left, and those in use can be read
+    expect(page.locator(".pool-counts")).to_contain_text(re.compile(r"cached 5,000 \(4,\d\d\d have no room here\)"))
     assert block_at(page, 0) == "Block 1"
-    assert hold(1000)[0] == "grid" and 7 <= hold(1000)[1] < 22
+    assert hold(1000)[0] == "grid" and 7 <= hold(1000)[1] < 20
     assert hold(5800)[0] == "map"
     assert page.get_by_role("button", name="Show the blocks in use").is_hidden()
-    expect(page.locator(".pool-overview")).to_contain_text("too many are in use")
-    assert hold(20) == ("grid", 44)
+    expect(page.locator(".pool-whole")).to_contain_text("too many are in use")
+    assert hold(20) == ("grid", 72)
 
 
 # promise: requests-page-what
