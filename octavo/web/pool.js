@@ -1,6 +1,6 @@
 // The block pool, live: its blocks as cells, the requests beside them, and a drawer with the block table of the one selected.
 //
-//   mountPool(element, view, { ask, teach })   draws the state of the view's moment, once in an animation frame in which something changed
+//   mountPool(element, view)   draws the state of the view's moment, once in an animation frame in which something changed
 //
 // What is shown (data-shows):
 //   all     a small pool, in which every block can be read: the map, which is the whole pool in physical order
@@ -25,9 +25,8 @@ import { litBlocks } from "./table.js";
 
 const MOST_PULSES = 300; // more blocks written at once are another moment, no news
 
-/** `ask(text)` asks the chat; `teach()` opens the lesson. A page that shows recordings alone needs neither. */
-export function mountPool(element, view, { ask, teach } = {}) {
-  const pool = new Pool(element, view, ask, teach);
+export function mountPool(element, view) {
+  const pool = new Pool(element, view);
   view.on((what) => pool.hear(what));
   pool.wake();
 }
@@ -50,14 +49,14 @@ class Pool {
   wake = oncePerPicture(() => this.#draw());
   cursor = null; // the block at the keyboard's cursor
 
-  constructor(element, view, ask, teach) {
+  constructor(element, view) {
     this.#view = view;
     this.#parts = buildPool(element, (name, label, help) => new Stage(name, label, help, this));
     this.#engines = new Engines(this.#parts.engines, view);
     const titles = new Titles();
     this.#requests = new Requests(this.#parts.requests, view, titles);
     this.#drawer = new Drawer(this.#parts, view, titles, () => this.#main.focus());
-    this.#welcome = new Welcome(this.#parts.welcome, ask, teach);
+    this.#welcome = new Welcome(this.#parts.welcome);
     new ResizeObserver(() => this.#measureAgain()).observe(this.#parts.pictures);
     onTheme(() => {
       this.#palette = null;

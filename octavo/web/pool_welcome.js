@@ -1,24 +1,15 @@
-// What stands in the pool before anything was asked: what a square is, three prompts to click, and the way to the lesson.
+// What stands in the pool before anything was asked: what a square is.
 
-import { button, make } from "./dom.js";
-
-const PROMPTS = ["Why is the sky blue?", "Tell me a short story.", "What is a library?"];
+import { make } from "./dom.js";
 
 export class Welcome {
   #element;
   #sentence = make("p", { class: "welcome-sentence" });
 
-  constructor(element, ask, teach) {
+  constructor(element) {
     this.#element = element;
-    const prompts = PROMPTS.map((prompt) => make("li", {}, button(prompt, () => ask(prompt), { class: "welcome-prompt" })));
     const squares = ["is-full", "is-full", "is-filling", "is-free", "is-free"].map((kind) => make("span", { class: kind }, kind === "is-full" ? "A" : ""));
-    element.append(
-      make("div", { class: "welcome-squares", "aria-hidden": "true" }, ...squares),
-      this.#sentence,
-      make("p", { class: "muted" }, "Ask something and watch its blocks fill:"),
-      make("ul", { class: "welcome-prompts" }, ...prompts),
-      button("Show me how paging works", teach, { class: "primary" }),
-    );
+    element.append(make("div", { class: "welcome-squares", "aria-hidden": "true" }, ...squares), this.#sentence);
   }
 
   /** Shows it while nothing was ever asked; returns whether that has changed. */

@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError:
     pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
 
-from tests.web.test_chat_page import answers, send, set_setting
+from tests.web.chatting import answers, send, set_setting
 
 BLOCK_SIZE = 4
 BLOCKS = 299  # and the null block
@@ -68,7 +68,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
     page = open_page(live).page
     expect(figures(page)).to_have_text(f"0 of {BLOCKS} blocks in use (0.0 %), {BLOCK_SIZE} tokens each")
     set_setting(page, "Max tokens", "4")
-    page.locator(".welcome-prompt").first.click()  # the chat asks it
+    send(page, "Tell me a short story.")
     expect(answers(page).first).to_contain_text("4 tokens")
     expect(page.locator(".request-group", has_text="Ended 1")).to_be_visible()
     expect(page.locator(".pool-welcome")).to_be_hidden()

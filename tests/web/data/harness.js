@@ -5,8 +5,7 @@ import { mountTimeline } from "../web/timeline.js";
 import { createView } from "../web/view.js";
 
 const view = createView();
-globalThis.asked = []; // of the chat, and "lesson" where the lesson was
-mountPool(document.getElementById("pool"), view, { ask: (text) => asked.push(text), teach: () => asked.push("lesson") });
+mountPool(document.getElementById("pool"), view);
 mountTimeline(document.getElementById("timeline"), view);
 connect(view, { headers: () => ({ authorization: "Bearer secret" }) });
 globalThis.view = view;
