@@ -72,6 +72,7 @@ class AsyncLLM:
         self.config = config
         self.encoder: PromptEncoder = text.encoder
         self.sampling_defaults: Mapping[str, object] = text.sampling_defaults
+        self.is_default_model = text.is_default_model
         self.replicas: list[Replica] = []
         self._text = text
         self._serving = serving or Serving()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig
 from octavo.loading.files import missing_parts, no_model_folder
-from octavo.loading.names import is_default_name
+from octavo.loading.names import default_model
 from octavo.loading.resolve import ModelSource, load_model_config, read_generation_config, source_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
@@ -23,6 +23,10 @@ class TextSide:
     tokenizer: Tokenizer | None  # None where skip_tokenizer_init is set
     encoder: PromptEncoder
     sampling_defaults: Mapping[str, object]
+
+    @property
+    def is_default_model(self) -> bool:
+        return _is_default(self.source)
 
     @property
     def give_tokenizer(self) -> Callable[[], Tokenizer] | None:
@@ -55,11 +59,16 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return tokenizer
 
 
+def _is_default(source: ModelSource) -> bool:
+    """Whether this is the file of the default model, whatever a user calls it. Further API processes know its path alone."""
+    return source.kind == "gguf" and source.path == default_model()
+
+
 def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:
     """Returns what the model's makers recommend, unless the user turned that off."""
     if config.generation_config == "none":
         return {}
-    if config.model is None or (source.kind == "gguf" and is_default_name(config.model)):
+    if _is_default(source):
         sampling, where = DEFAULT_MODEL_SAMPLING, "the default model's card"
     elif source.kind == "gguf":
         return {}

@@ -45,6 +45,7 @@ class AnswerForm:
     parallel: bool  # whether an answer may have several calls
     texts: frozenset[tuple[str, str]] = frozenset()  # tools and their parameters that are text
     only_calls: bool = False  # whether a call is forced, so that none of the answer is content
+    in_thought: bool = False  # the prompt ends inside a thought, which the answer continues
 
     @property
     def is_plain(self) -> bool:
@@ -69,7 +70,7 @@ def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) ->
     """Returns a counter for each sample if the model thinks, else none."""
     if form.reasoning == "none":
         return []
-    return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes, form.reasoning) for _ in range(n)]
+    return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes, form.reasoning, form.in_thought) for _ in range(n)]
 
 
 def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
@@ -130,7 +131,7 @@ def chat_grammar(
         return asked
     if asked is not None:
         check_limits(asked)
-    frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt)
+    frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt, form.in_thought)
     return StructuredOutputsParams(grammar=joined_grammars(frame, parts)) if parts else None
 
 
@@ -139,7 +140,7 @@ class AnswerParts:
 
     def __init__(self, form: AnswerForm, prompt: str, stream: bool) -> None:
         self._parallel, self._only_calls = form.parallel, form.only_calls
-        self._splitter = reasoning_splitter(form.reasoning, prompt)
+        self._splitter = reasoning_splitter(form.reasoning, prompt, form.in_thought)
         self._parser = tool_call_parser(form.calls, form.names, stream and not form.only_calls, form.texts)
 
     def push(self, text: str, ended: bool) -> list[Part]:

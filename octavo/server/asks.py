@@ -30,6 +30,7 @@ from octavo.server.state import Server
 from octavo.server.threads import Kind
 from octavo.server_config import ServerConfig
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
+from octavo.text.reasoning import ends_in_thought
 from octavo.text.tools import ToolChoice
 
 SHORT_CHARS = 8192  # about a millisecond of work
@@ -80,6 +81,8 @@ async def chat_ask(
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids)], server.llm.facts.limits)
     form = answer_form(server, offered, choice, body.parallel_tool_calls)
+    if (options := body.chat_template_kwargs) and ends_in_thought(messages()[-1], options):
+        form = replace(form, in_thought=True)
     if beams is not None and choice.mode == "required":
         raise RequestError("tool_choice cannot demand a call in a beam search; leave it out, or use_beam_search", "tool_choice")
     if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters

@@ -129,6 +129,7 @@ def _model(server: Server, system_prompt: str | None) -> dict[str, object]:
         "created": server.created,
         "owned_by": "octavo",
         "max_model_len": server.llm.facts.limits.max_model_len,
+        "demo": server.llm.is_default_model,
         "defaults": {**{name: getattr(defaults, name) for name in DEFAULTS}, "system_prompt": system_prompt},
     }
 

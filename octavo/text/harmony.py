@@ -29,11 +29,12 @@ CALL_HEAD = re.compile(
 
 
 class HarmonySplitter:
-    def __init__(self) -> None:
-        self.thought = False
+    def __init__(self, in_thought: bool = False) -> None:
+        """`in_thought`: whether the prompt ends inside a thought, which the answer continues."""
+        self.thought = in_thought
         self.answering = False
-        self._state: Literal["start", "head", "body", "plain"] = "start"
-        self._kind: Literal["reasoning", "content"] = "content"
+        self._state: Literal["start", "head", "body", "plain"] = "body" if in_thought else "start"
+        self._kind: Literal["reasoning", "content"] = "reasoning" if in_thought else "content"
         self._is_call = False
         self._held = ""
 
@@ -88,6 +89,12 @@ class HarmonySplitter:
             return end
         pieces.append(Piece("content" if self._is_call else "tag", found.group()))
         return found.end()
+
+
+def begun_answer(thought: str, content: str) -> str:
+    """Returns what the model has written of an answer so far. Without content, the thought is not over."""
+    text = f"{CHANNEL}analysis{MESSAGE}{thought}"
+    return f"{text}<|end|>{START}assistant{CHANNEL}final{MESSAGE}{content}" if content else text
 
 
 def _may_begin(text: str) -> bool:

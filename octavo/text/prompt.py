@@ -11,6 +11,7 @@ from jinja2 import TemplateSyntaxError, nodes
 from octavo.errors import ConfigError, LoadError, RequestError, TemplateError
 from octavo.inputs import Message, Prompt, prompt_parts
 from octavo.text.conversation import check_messages
+from octavo.text.reasoning import begun_answer
 from octavo.text.template_sandbox import TemplateSandbox
 from octavo.text.tokenizer import Tokenizer
 
@@ -114,6 +115,9 @@ class PromptEncoder:
             message = f"the chat template of this model has no place for tools; leave them out, or {instead}"
             raise RequestError(message, "tools", "unsupported_parameter")
         thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
+        if goes_on and (thought := _thought_of(plain[-1])):
+            asked = template.render(plain[:-1], True, tools, thinking)
+            return begun_answer(asked, given or self.template or "", thought, str(plain[-1]["content"]))
         text = template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
         if goes_on:
             text = _open_last_message(text, str(plain[-1]["content"]))
@@ -185,6 +189,14 @@ def _check_options(options: Mapping[str, object]) -> None:
             raise RequestError(f"{name} must be true or false, got {reprlib.repr(value)}", "chat_template_kwargs")
     if options.get("add_generation_prompt") and options.get("continue_final_message"):
         raise RequestError("add_generation_prompt and continue_final_message exclude each other", "chat_template_kwargs")
+
+
+def _thought_of(message: Message) -> str:
+    """Returns the reasoning in a message of the assistant, as a client sends it back; templates drop it, or write it in their own way."""
+    thought = message.get("reasoning_content") if message["role"] == "assistant" else None
+    if not isinstance(thought, str | None):
+        raise RequestError("reasoning_content of the last message must be text", "messages")
+    return thought or ""
 
 
 def _open_last_message(text: str, content: str) -> str:

@@ -8,9 +8,10 @@ Thinking can only come first: a `<think>` in the middle of an answer is text. A 
 character comes out once, so the pieces joined are the text. White space next to a tag is part of the tag.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from octavo.text import harmony
 from octavo.text.harmony import CHANNEL, HarmonySplitter
 from octavo.text.pieces import Piece, Splitter
 from octavo.text.tags import MAX_SPACES, SPACE, half_tag, tag_start
@@ -19,10 +20,11 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    def __init__(self, prompt: str = "") -> None:
-        """`prompt`: the rendered prompt, since some templates open the thinking themselves."""
-        self.thought = prompt.rstrip().endswith(OPEN)  # whether there is any thinking, as far as is known
-        self._state: Literal["start", "opened", "thinking", "closed", "answer"] = "start"
+    def __init__(self, prompt: str = "", in_thought: bool = False) -> None:
+        """`prompt`: the rendered prompt, since some templates open the thinking themselves. `in_thought`: whether it ends inside a
+        thought, which the answer continues."""
+        self.thought = in_thought or prompt.rstrip().endswith(OPEN)  # whether there is any thinking, as far as is known
+        self._state: Literal["start", "opened", "thinking", "closed", "answer"] = "thinking" if in_thought else "start"
         self._held = ""
 
     @property
@@ -101,8 +103,8 @@ class ReasoningTokens:
     It reads tokens, not pieces: text comes later than its tokens do (half characters, stop strings), and several at once.
     """
 
-    def __init__(self, prompt: str, token_bytes: Callable[[int], bytes], family: str = "think") -> None:
-        self._splitter = reasoning_splitter(family, prompt)
+    def __init__(self, prompt: str, token_bytes: Callable[[int], bytes], family: str = "think", in_thought: bool = False) -> None:
+        self._splitter = reasoning_splitter(family, prompt, in_thought)
         self._token_bytes = token_bytes
         self._seen = 0
 
@@ -129,17 +131,30 @@ def reasoning_family(parser: str, template: str | None) -> str:
     return "harmony" if CHANNEL in (template or "") else "think" if OPEN in (template or "") else "none"
 
 
-def reasoning_splitter(family: str, prompt: str) -> Splitter:
+def reasoning_splitter(family: str, prompt: str, in_thought: bool = False) -> Splitter:
     """Returns the splitter of one answer to the rendered prompt."""
     if family == "harmony":
-        return HarmonySplitter()
-    return ReasoningSplitter(prompt) if family == "think" else PlainSplitter()
+        return HarmonySplitter(in_thought)
+    return ReasoningSplitter(prompt, in_thought) if family == "think" else PlainSplitter()
 
 
-def behind_thought(rules: str, family: str, prompt: str) -> str:
+def begun_answer(prompt: str, template: str, thought: str, content: str) -> str:
+    """Returns a rendered prompt with what the model has written of its answer so far. Without content, the thought is not over."""
+    if reasoning_family("auto", template) == "harmony":
+        return prompt + harmony.begun_answer(thought, content)
+    opened = prompt if prompt.rstrip().endswith(OPEN) else f"{prompt}{OPEN}\n"
+    return f"{opened}{thought}\n{CLOSE}\n\n{content}" if content else opened + thought
+
+
+def ends_in_thought(last_message: Mapping[str, object], options: Mapping[str, object]) -> bool:
+    """Whether the answer continues a thought: it continues this message, which has no content yet."""
+    return bool(options.get("continue_final_message") and last_message.get("reasoning_content") and not last_message.get("content"))
+
+
+def behind_thought(rules: str, family: str, prompt: str, in_thought: bool = False) -> str:
     """Returns a grammar (llguidance's Lark) that lets a model think first and then requires `rules`, which define `answer`."""
-    if family != "think" or prompt.rstrip().endswith(CLOSE):
+    if family != "think" or (prompt.rstrip().endswith(CLOSE) and not in_thought):
         return f"start: answer\n{rules}"
-    thought = "thought space" if prompt.rstrip().endswith(OPEN) else f'("{OPEN}" thought space)?'
+    thought = "thought space" if in_thought or prompt.rstrip().endswith(OPEN) else f'("{OPEN}" thought space)?'
     space = f"/[ \\t\\r\\n]{{0,{MAX_SPACES}}}/"
     return f"start: {thought} answer\nspace: {space}\nthought[lazy]: /(.|\\n)*<\\/think>/\n{rules}"

@@ -4,16 +4,19 @@ import { Column } from "./chat_column.js";
 import { ConversationList } from "./chat_list.js";
 import { Waiting } from "./chat_waiting.js";
 import { button, freshId, make } from "./dom.js";
-import { conversations, newConversation, openIds, remove, removeAll, rename, restore, save, saveOpen, title } from "./store.js";
+import {
+  branch, conversations, newConversation, openIds, remove, removeAll, rename, restore, saveOpen, saveUnfinished, title, watchOtherTabs,
+} from "./store.js";
 
 const MOST_COLUMNS = 4;
 const LIST_WIDTH = 190; // px, with the space beside it
 const COLUMN_WIDTH = 270;
 
-/** Returns { allow(whether one may ask), know(the model's entry in /v1/models), ask(text) in the first column }.
+/** Returns { allow(whether one may ask), know(the model's entry in /v1/models), closeList() where it lies over the columns }.
 
-`failed`: called when there was no answer, for a reason that may pass. */
-export function mountChat(element, view, failed) {
+`select(request)` selects a request in the pool, `teach` opens the lesson. `failed` is called when there was no answer, for a reason that may
+pass. */
+export function mountChat(element, view, { select, teach, failed }) {
   const status = make("p", { class: "hidden", role: "status" });
   const strip = make("div", { class: "columns" });
   const adder = button("New column", () => add(newConversation()));
@@ -24,10 +27,12 @@ export function mountChat(element, view, failed) {
   const host = {
     model: null,
     announce: (text) => { status.textContent = text; },
-    select: (request) => view.selection.set({ request }),
+    select,
     waiting: () => new Waiting(view),
     changed: refresh,
+    teach,
     failed,
+    isFirst: (column) => (columns[0] ?? column) === column,
     used(column) {
       if (used === column) return;
       used = column;
@@ -35,9 +40,7 @@ export function mountChat(element, view, failed) {
     },
     sendAll: (text) => columns.forEach((column) => column.ask(text)),
     branch(column) {
-      const copy = newConversation(column.conversation);
-      save(copy);
-      add(copy);
+      add(branch(column.conversation));
     },
     close(column) {
       column.stop();
@@ -127,7 +130,19 @@ export function mountChat(element, view, failed) {
   if (!columns.length) add(newConversation());
   view.on(markSelected);
   new ResizeObserver(makeRoom).observe(element);
-  addEventListener("pagehide", () => columns.filter((column) => column.streams).forEach((column) => save(column.conversation)));
+  addEventListener("pagehide", () => columns.filter((column) => column.streams).forEach((column) => saveUnfinished(column.conversation)));
+  const shown = (conversation) => columns.filter((column) => column.conversation === conversation);
+  watchOtherTabs({
+    isBusy: (conversation) => shown(conversation).some((column) => column.streams),
+    changed(conversation) {
+      for (const column of shown(conversation)) column.refresh();
+      refresh();
+    },
+    gone(conversation) {
+      for (const column of shown(conversation)) column.show(newConversation());
+      refresh();
+    },
+  });
   return {
     allow(whether) {
       allowed = whether;
@@ -138,10 +153,7 @@ export function mountChat(element, view, failed) {
       host.model = model;
       for (const column of columns) column.know(model);
     },
-    ask(text) {
-      columns[0].ask(text);
-      columns[0].focusMessages();
-    },
+    closeList: () => list.leave(),
   };
 }
 

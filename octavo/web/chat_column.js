@@ -3,15 +3,14 @@
 import { takeAnswer } from "./chat_answer.js";
 import { AnswerMessage, userMessage } from "./chat_message.js";
 import { Settings } from "./chat_settings.js";
+import { welcome } from "./chat_welcome.js";
 import { button, freshId, make } from "./dom.js";
-import { save } from "./store.js";
+import { isNewBrowser, save } from "./store.js";
 
 const NEAR = 60; // px from the end: who reads there wants to stay there
 
-const PRIVACY =
-  "Conversations are stored only in this browser. The server reads what you send, and people who may watch its block pool can see the text.";
-
-/** `host`: { announce(text), select(request), changed(), used(column), sendAll(text), branch(column), close(column), failed(), waiting(), model }. */
+/** `host`: { announce(text), select(request), changed(), used(column), sendAll(text), branch(column), close(column), failed(), waiting(), teach(),
+ * isFirst(column), model }. */
 export class Column {
   #host;
   #stream = null; // an AbortController while an answer comes
@@ -53,7 +52,19 @@ export class Column {
     this.#stream = null; // what still comes of it belongs to the other conversation
     this.conversation = conversation;
     this.#leaveEditing();
-    this.#settings = new Settings(conversation, () => save(conversation));
+    this.refresh();
+  }
+
+  /** The conversation was changed from elsewhere. What is being written stays, but for a message that was being changed. */
+  refresh() {
+    if (this.#editing) this.#leaveEditing();
+    const { conversation } = this;
+    const isOpen = this.#settings?.element.open ?? false;
+    this.#settings = new Settings(conversation, () => {
+      save(conversation);
+      this.#host.changed();
+    });
+    this.#settings.element.open = isOpen;
     this.#place.replaceChildren(this.#settings.element);
     this.know(this.#host.model);
     this.#draw();
@@ -90,17 +101,18 @@ export class Column {
     return true;
   }
 
+  /** The focus goes to the messages, not to where one writes: a phone then opens no keyboard. */
+  #askSuggested(text) {
+    this.ask(text);
+    this.#log.focus();
+  }
+
   get isFree() {
     return !this.streams && !this.#send.disabled;
   }
 
   focus() {
     this.#write.focus();
-  }
-
-  /** To the messages: a phone then opens no keyboard. */
-  focusMessages() {
-    this.#log.focus();
   }
 
   allow(allowed) {
@@ -174,10 +186,19 @@ export class Column {
     this.conversation.messages.splice(index);
   }
 
-  async #answerNext() {
-    const conversation = this.conversation;
+  #answerNext() {
     const answer = { role: "assistant", content: "" };
-    conversation.messages.push(answer);
+    this.conversation.messages.push(answer);
+    this.#take(answer);
+  }
+
+  /** More of an answer that was cut off. */
+  #goOn(answer) {
+    if (this.isFree) this.#take(answer);
+  }
+
+  async #take(answer) {
+    const { conversation } = this;
     const stream = (this.#stream = new AbortController());
     this.#waiting = this.#host.waiting();
     save(conversation);
@@ -185,7 +206,7 @@ export class Column {
     this.#host.changed();
     this.#host.announce("Answering.");
     const element = this.#answers.at(-1);
-    await takeAnswer(conversation, answer, stream.signal, () => this.#stream === stream && element.grow());
+    await takeAnswer(conversation, answer, this.#host.model, stream.signal, () => this.#stream === stream && element.grow());
     save(conversation);
     if (this.#stream === stream) this.#ended(answer);
   }
@@ -206,8 +227,8 @@ export class Column {
       if (message.role === "user") return userMessage(message, index === asked && !this.streams ? () => this.#edit() : undefined);
       return this.#answer(message, index === messages.length - 1);
     });
-    const empty = make("p", { class: "empty muted" }, PRIVACY);
-    this.#log.replaceChildren(...(elements.length ? elements : [empty]));
+    const actions = { ask: (text) => this.#askSuggested(text), teach: this.#host.teach };
+    this.#log.replaceChildren(...(elements.length ? elements : [welcome(actions, isNewBrowser() && this.#host.isFirst(this))]));
     this.#log.scrollTop = this.#height = this.#log.scrollHeight;
     this.#stop.hidden = !this.streams;
     this.#send.hidden = this.streams;
@@ -215,13 +236,13 @@ export class Column {
 
   #answer(message, isLast) {
     const again = () => this.#again();
-    const shown = new AnswerMessage(message, { again, retry: again, select: () => this.#host.select(message.request) });
+    const shown = new AnswerMessage(message, { again, goOn: () => this.#goOn(message), select: () => this.#host.select(message.request) });
     if (isLast && this.streams) {
       shown.wait(this.#waiting);
       shown.grow();
       shown.drawn = () => this.#follow();
     } else {
-      shown.end(isLast);
+      shown.end(isLast, this.#host.model);
     }
     this.#answers.push(shown);
     return shown.element;

@@ -8,7 +8,7 @@ import { title } from "./store.js";
 /** `host`: { open(conversation), begin(), rename(conversation, name), remove(conversation), restore(conversation), clear() }. */
 export class ConversationList {
   #host;
-  #items = new Map(); // id -> { item, opener }
+  #items = new Map(); // id -> { item, opener, conversation }
   #list = make("ul");
   #undo = make("p", { class: "undo", hidden: true });
   #scrim = make("div", { class: "scrim", hidden: true, onclick: () => this.#show(false) });
@@ -50,8 +50,10 @@ export class ConversationList {
   }
 
   #drawn(conversation, isCurrent) {
-    const { item, opener } = this.#itemOf(conversation);
+    const shown = this.#itemOf(conversation);
+    const { item, opener } = shown;
     const name = title(conversation);
+    shown.conversation = conversation; // a branch may have left its id to what another tab wrote
     if (opener.textContent !== name) opener.textContent = opener.title = name;
     if (isCurrent) opener.setAttribute("aria-current", "true");
     else opener.removeAttribute("aria-current");
@@ -62,10 +64,10 @@ export class ConversationList {
   #itemOf(conversation) {
     const known = this.#items.get(conversation.id);
     if (known) return known;
-    const opener = button("", () => this.#choose(() => this.#host.open(conversation)), { class: "opener" });
-    const rename = button("✎", () => this.#rename(conversation), { "aria-label": "Rename", title: "Rename" });
-    const remove = button("×", () => this.#remove(conversation), { "aria-label": "Delete", title: "Delete" });
-    const made = { item: make("li", {}, opener, make("span", { class: "item-tools" }, rename, remove)), opener };
+    const opener = button("", () => this.#choose(() => this.#host.open(made.conversation)), { class: "opener" });
+    const rename = button("✎", () => this.#rename(made.conversation), { "aria-label": "Rename", title: "Rename" });
+    const remove = button("×", () => this.#remove(made.conversation), { "aria-label": "Delete", title: "Delete" });
+    const made = { item: make("li", {}, opener, make("span", { class: "item-tools" }, rename, remove)), opener, conversation };
     this.#items.set(conversation.id, made);
     return made;
   }
@@ -73,7 +75,7 @@ export class ConversationList {
   #choose(act) {
     this.#undo.hidden = true;
     act();
-    if (this.#narrow) this.#setOpen(false);
+    this.leave();
   }
 
   /** A field in the place of the name: Enter keeps what it says, Escape leaves the name as it was. */
@@ -107,6 +109,11 @@ export class ConversationList {
     this.#undo.replaceChildren(`Deleted “${name}”. `, back);
     this.#undo.hidden = false;
     back.focus();
+  }
+
+  /** Closes it where it lies over the columns. */
+  leave() {
+    if (this.#narrow) this.#setOpen(false);
   }
 
   #show(open) {

@@ -1,6 +1,7 @@
 /* A message on the page: what was asked, or an answer. An answer grows; until its first token there is a sign of waiting, at its end there
 are its figures, the chip about the cache, and the buttons. */
 
+import { canGoOn } from "./chat_answer.js";
 import { cacheWords, figures } from "./chat_words.js";
 import { button, copyButton, freshId, make } from "./dom.js";
 import { shower, visible } from "./markdown.js";
@@ -14,7 +15,7 @@ export function userMessage(message, edit) {
   return make("article", { class: "message from-user", "aria-label": "Your message" }, make("h3", { class: "speaker" }, "You"), text, tools);
 }
 
-/** `actions`: { again, retry, select }, each undefined where it cannot be done. */
+/** `actions`: { again, goOn, select }. */
 export class AnswerMessage {
   #answer;
   #actions;
@@ -69,22 +70,18 @@ export class AnswerMessage {
     setTimeout(() => requestAnimationFrame(() => this.#scheduled && this.#draw(true)), Math.max(0, this.#next - performance.now()));
   }
 
-  end(isLast) {
+  /** `model`: its entry in /v1/models, where it is known. */
+  end(isLast, model) {
     this.#draw(false);
-    const { again, retry } = this.#actions;
+    const { again, goOn } = this.#actions;
     const { error, content } = this.#answer;
+    const goesOn = isLast && canGoOn(this.#answer, model);
+    const isEmpty = error && !goesOn;
     const tools = make("div", { class: "tools" });
-    if (isLast && again && !error) tools.append(button("Regenerate", again));
+    if (goesOn) tools.append(button("Continue", goOn, { class: "go-on" }));
+    if (isLast && !isEmpty) tools.append(button("Regenerate", again));
     if (content && navigator.clipboard) tools.append(copyButton(() => content));
-    this.#below.replaceChildren(...facts(this.#answer), ...(error ? [this.#told(error, isLast ? retry : undefined)] : []), tools);
-  }
-
-  #told(error, retry) {
-    const code = [error.status || "", error.code || ""].filter(Boolean).join(", ");
-    const wait = error.retryAfter ? ` The server asks to wait ${error.retryAfter} s.` : "";
-    const words = make("p", {}, `${visible(error.message)}${code ? ` (${code})` : ""}${wait}`);
-    const again = retry ? [button(error.passing ? "Try again" : "Send again", retry)] : [];
-    return make("div", { class: "error", role: "alert" }, words, ...again);
+    this.#below.replaceChildren(...facts(this.#answer, model), ...(error ? [told(error, isLast && isEmpty ? again : undefined)] : []), tools);
   }
 
   #draw(growing) {
@@ -105,10 +102,18 @@ export class AnswerMessage {
   }
 }
 
+function told(error, retry) {
+  const code = [error.status || "", error.code || ""].filter(Boolean).join(", ");
+  const wait = error.retryAfter ? ` The server asks to wait ${error.retryAfter} s.` : "";
+  const words = make("p", {}, `${visible(error.message)}${code ? ` (${code})` : ""}${wait}`);
+  const again = retry ? [button(error.passing ? "Try again" : "Send again", retry)] : [];
+  return make("div", { class: "error", role: "alert" }, words, ...again);
+}
+
 /** The figures in a line, and behind them a chip about the cache. What it means appears when it is pointed at, focused or clicked. */
-function facts(answer) {
+function facts(answer, model) {
   const cache = cacheWords(answer);
-  const line = make("p", { class: "facts" }, make("span", {}, figures(answer)));
+  const line = make("p", { class: "facts" }, make("span", {}, figures(answer, model)));
   if (!cache) return line.textContent ? [line] : [];
   const id = freshId("cache");
   const open = () => chip.setAttribute("aria-expanded", String(chip.getAttribute("aria-expanded") === "false"));

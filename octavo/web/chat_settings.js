@@ -1,5 +1,6 @@
 /* The system prompt and the sampling of a conversation. A field that is empty shows, in grey, the default that then applies. */
 
+import { defaultLimit } from "./chat_answer.js";
 import { freshId, make } from "./dom.js";
 
 const NUMBERS = [
@@ -30,14 +31,15 @@ export class Settings {
   }
 
   /** `model`: its entry in /v1/models, which says the defaults. */
-  know({ defaults, max_model_len: context }) {
-    const shown = { ...defaults, max_tokens: defaults.max_tokens ?? "rest of context", seed: "random" };
+  know(model) {
+    const { defaults, max_model_len: context } = model;
+    const shown = { ...defaults, max_tokens: defaultLimit(model) ?? "rest of context", seed: "random" };
     this.#system.placeholder = defaults.system_prompt ?? "None";
     for (const { number, input } of this.#fields) {
       if (number.name === "max_tokens") number.most = context;
       input.placeholder = String(shown[number.name]);
     }
-    this.#hint.textContent = `Grey values are this model's defaults. Prompt and answer together have room for ${context.toLocaleString("en")} tokens.`;
+    this.#hint.textContent = `Grey values are the defaults. Prompt and answer together have room for ${context.toLocaleString("en")} tokens.`;
   }
 }
 

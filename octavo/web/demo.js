@@ -16,7 +16,7 @@ const part = (id) => document.getElementById(id);
 for (const element of document.querySelectorAll("#chat, .places, .skip, #forget-key")) element.remove();
 
 const view = createView();
-mountPool(part("pool-body"), view); // there is no chat to ask
+mountPool(part("pool-body"), view);
 mountTimeline(part("timeline-body"), view);
 const source = connect(view, { server: false });
 const lesson = mountLesson(part("lesson"), part("lesson-opener"), view, changeOpening);

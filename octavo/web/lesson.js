@@ -47,7 +47,7 @@ class Lesson {
       caption,
       marks,
       said,
-      make("p", { class: "muted lesson-about" }, about, " The arrow keys ← and → go from scene to scene, Escape closes the lesson."),
+      make("p", { class: "muted lesson-about" }, about, make("span", { class: "lesson-keys" }, " The arrow keys ← and → go from scene to scene, Escape closes the lesson.")),
     );
     view.on(() => this.#draw());
   }

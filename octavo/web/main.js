@@ -3,6 +3,7 @@
 import { mountChat } from "./chat.js";
 import { authHeaders, hasKey, onKey, setKey } from "./key.js";
 import { mountLesson } from "./lesson.js";
+import { mountPlaces } from "./places.js";
 import { mountPool } from "./pool.js";
 import { watchServer } from "./server_state.js";
 import { connect } from "./source.js";
@@ -12,11 +13,26 @@ import { createView } from "./view.js";
 const part = (id) => document.getElementById(id);
 
 const view = createView();
-mountPool(part("pool-body"), view, { ask: (text) => chat.ask(text), teach: () => lesson.open() });
+mountPool(part("pool-body"), view);
 mountTimeline(part("timeline-body"), view);
 const source = connect(view, { headers: authHeaders });
-const chat = mountChat(part("chat"), view, () => askAgain());
+const chat = mountChat(part("chat"), view, { select, teach: () => lesson.open(), failed: () => askAgain() });
 const lesson = mountLesson(part("lesson"), part("lesson-opener"), view);
+const ignore = view.on(() => {
+  if (!view.history.head) return;
+  ignore();
+  if (view.history.head.lesson && !view.recorded) lesson.open(); // octavo serve --lesson
+});
+const places = mountPlaces(part("places"), () => {
+  view.selection.set({}); // on a phone the drawer of the pool lies over the other parts
+  chat.closeList();
+});
+
+function select(request) {
+  view.selection.set({ request });
+  places.show(part("pool"));
+}
+
 const askAgain = watchServer(part("state"), part("about"), {
   know: chat.know,
   allow(allowed) {

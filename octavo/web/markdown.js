@@ -1,14 +1,20 @@
 /* Markdown as elements. marked finds the structure; the elements are made here, of a few known kinds, and everything else is text.
+The parts of code and of formulas are made in the same way, in code_colours.js and maths.js.
 
 Raw HTML is shown as it was written. Links go to http and https alone, images are links: nothing loads by itself. Direction controls,
 which can make a text read other than it is, are shown by their numbers. What is too long or too deep for Markdown is plain text. */
 
+import { colour } from "./code_colours.js";
 import { copyButton, make } from "./dom.js";
-import { lexer } from "./vendor/marked.esm.js";
+import { mathsSyntax, typeset } from "./maths.js";
+import { Marked } from "./vendor/marked.esm.js";
 
 const MOST_MARKDOWN = 50_000; // characters; beyond, plain text
 const MOST_SHOWN = 200_000;
 const MOST_DEPTH = 20;
+const MOST_FORMULAS = 500; // with more of them, marked would take seconds
+const [reader, readerWithoutMaths] = [new Marked(mathsSyntax), new Marked()];
+const SIDES = { left: "to-left", center: "to-center", right: "to-right" }; // of a column
 const CONTROLS = /[\u202a-\u202e\u2066-\u2069]/g;
 
 /** A function that shows a text in `element`, again and again as it grows: what was shown and did not change stays as it is. */
@@ -28,10 +34,14 @@ export function shower(element) {
 function markdown(text) {
   if (text.length > MOST_MARKDOWN) return plain(text);
   try {
-    return lexer(text).map((token) => [token.raw, () => block(token, 0)]);
+    return readerOf(text).lexer(text).map((token) => [token.raw, () => block(token, 0)]);
   } catch {
     return plain(text); // nested beyond what marked can follow
   }
+}
+
+function readerOf(text) {
+  return text.split("$$").length + text.split("\\[").length > MOST_FORMULAS ? readerWithoutMaths : reader;
 }
 
 export function visible(text) {
@@ -71,26 +81,37 @@ function block(token, depth) {
     case "paragraph":
       return [make("p", {}, ...inlines(token.tokens, depth))];
     case "text":
+    case "checkbox":
       return inlines([token], depth);
+    case "maths":
+      return [maths(token)];
     default:
       return [make("p", { class: "plain" }, visible(token.raw))];
   }
 }
 
 function code({ text, lang }) {
-  const pre = make("pre", { tabindex: "0", "aria-label": lang ? `Code, ${visible(lang)}` : "Code" }, make("code", {}, visible(text)));
+  const program = make("code", {}, visible(text));
+  if (lang) colour(program, visible(text), lang.split(/\s/)[0]);
+  const pre = make("pre", { tabindex: "0", "aria-label": lang ? `Code, ${visible(lang)}` : "Code" }, program);
   const copy = navigator.clipboard ? [copyButton(() => text)] : []; // browsers have one on https and on this machine
   return make("div", { class: "code" }, make("div", { class: "code-head" }, make("span", {}, visible(lang ?? "")), ...copy), pre);
 }
 
+function maths({ raw, text, display }) {
+  const element = make("span", display ? { class: "formula", tabindex: "0", role: "group", "aria-label": "Formula" } : {}, visible(raw.trim()));
+  typeset(element, visible(text), display);
+  return element;
+}
+
 function list(token, depth) {
-  const items = token.items.map((item) => make("li", {}, ...blocks(item.tokens, depth + 1)));
+  const items = token.items.map((item) => make("li", item.task ? { class: "task" } : {}, ...blocks(item.tokens, depth + 1)));
   const start = token.ordered && Number.isSafeInteger(token.start) ? { start: String(token.start) } : {};
   return make(token.ordered ? "ol" : "ul", start, ...items);
 }
 
 function table(token, depth) {
-  const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, tag === "th" ? { scope: "col" } : {}, ...inlines(cell.tokens, depth))));
+  const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, { scope: tag === "th" ? "col" : undefined, class: SIDES[cell.align] }, ...inlines(cell.tokens, depth))));
   const body = token.rows.map((cells) => row(cells, "td"));
   const grid = make("table", {}, make("thead", {}, row(token.header, "th")), make("tbody", {}, ...body));
   return make("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, grid);
@@ -119,7 +140,9 @@ function inline(token, depth) {
     case "br":
       return [make("br")];
     case "checkbox":
-      return [token.checked ? "☑ " : "☐ "];
+      return [make("input", { type: "checkbox", disabled: true, checked: token.checked, "aria-label": token.checked ? "Done" : "Not done" }), " "];
+    case "maths":
+      return [maths(token)];
     case "link":
       return [link(token.href, within(), token.raw)];
     case "image":

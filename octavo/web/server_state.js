@@ -1,8 +1,10 @@
 /* What the server says of itself, asked again until it is ready, and whenever a request failed. */
 
 import { askHealth, getJson } from "./api.js";
+import { make } from "./dom.js";
 
 const AGAIN = 1500; // ms
+const BETTER = "octavo serve Qwen/Qwen3-0.6B"; // than the default model
 const WORDS = {
   ready: "",
   loading: "The model is loading …",
@@ -26,8 +28,8 @@ export function watchServer(state, about, { allow, know }) {
     }
     asking = false;
     state.textContent = WORDS[health];
-    allow(health === "ready");
     if (health === "ready") await showModel(about, know);
+    allow(health === "ready");
   }
 
   ask();
@@ -37,9 +39,16 @@ export function watchServer(state, about, { allow, know }) {
 async function showModel(about, know) {
   try {
     const [model] = (await getJson("./v1/models")).data;
-    about.textContent = `${model.id} · ${Number(model.max_model_len).toLocaleString("en")} tokens of context`;
+    const context = make("span", { class: "context" }, ` · ${Number(model.max_model_len).toLocaleString("en")} tokens of context`);
+    const [mark, better] = model.demo ? aboutDemo() : ["", ""];
+    about.replaceChildren(make("span", { class: "model-name" }, model.id), mark, context, better);
     know(model);
   } catch (error) {
     about.textContent = error.message;
   }
+}
+
+function aboutDemo() {
+  const better = make("span", { class: "better-model" }, "for better answers: ", make("code", {}, BETTER));
+  return [make("span", { class: "demo-model" }, "135M demo model"), better];
 }

@@ -1,4 +1,7 @@
-/* Conversations, stored in this browser only: localStorage, with a key for each, so that two tabs do not overwrite each other.
+/* Conversations, stored in this browser only: localStorage, with a key for each.
+
+Tabs of one browser share them. What another tab writes is taken in (`watchOtherTabs`). Where both have written, nothing is overwritten:
+this tab's messages become a branch.
 
 There is a limit, and the oldest go first. If the store is full, forbidden or damaged, the chat still works: it then lasts as long as the page. */
 
@@ -7,12 +10,43 @@ const OPEN = "octavo.open"; // of this tab: which conversations are side by side
 const MOST_CONVERSATIONS = 50;
 const MOST_CHARACTERS = 1_500_000; // of all of them; browsers allow some 5 MB an origin
 const kept = new Map(); // id -> conversation: what this page knows, whatever the store does
+const seen = new Map(); // id -> the text in the store that this tab read or wrote last
 
-export function newConversation(from = null) {
-  const conversation = from ? structuredClone(from) : { name: "", system: "", sampling: {}, messages: [] };
-  Object.assign(conversation, { id: crypto.getRandomValues(new Uint32Array(3)).join("-"), updated: Date.now() });
+export function newConversation() {
+  const conversation = { id: freshKey(), name: "", system: "", sampling: {}, messages: [], updated: Date.now() };
   kept.set(conversation.id, conversation);
   return conversation;
+}
+
+/** A copy with a name of its own, stored. */
+export function branch(conversation) {
+  const copy = { ...structuredClone(conversation), id: freshKey(), name: branchName(conversation), updated: Date.now() };
+  endAnswer(copy);
+  kept.set(copy.id, copy);
+  store(copy);
+  return copy;
+}
+
+/** "Branch: ...", "Branch 2: ...": the number comes first, so that it is read where the rest has no room. */
+function branchName(conversation) {
+  if (!conversation.messages.length) return conversation.name; // its first message will name it
+  const base = title(conversation).replace(/^Branch(?: \d+)?: /, "");
+  const names = new Set(conversations().map(title));
+  for (let number = 1; ; number += 1) {
+    const name = `Branch${number > 1 ? ` ${number}` : ""}: ${base}`;
+    if (!names.has(name)) return name;
+  }
+}
+
+/** An answer that still comes is over for whoever reads the conversation later. */
+function endAnswer({ messages }) {
+  const last = messages.at(-1);
+  if (last?.role === "assistant" && !last.error) last.end ??= "stopped";
+}
+
+/** Whether nothing has been said in this browser. */
+export function isNewBrowser() {
+  return conversations().every(({ messages }) => !messages.length);
 }
 
 /** All of them, the latest first. */
@@ -21,6 +55,7 @@ export function conversations() {
     if (!kept.has(id)) {
       const read = readConversation(id, text);
       if (read) kept.set(id, read);
+      seen.set(id, text);
     }
   }
   return [...kept.values()].sort((one, other) => other.updated - one.updated);
@@ -30,6 +65,12 @@ export function save(conversation) {
   if (!kept.has(conversation.id)) return; // forgotten while its answer came
   conversation.updated = Date.now();
   store(conversation);
+}
+
+/** Its answer cannot go on: the page is left. */
+export function saveUnfinished(conversation) {
+  endAnswer(conversation);
+  save(conversation);
 }
 
 /** `name` is shown in the place of the first message; an empty one brings that back. */
@@ -45,14 +86,58 @@ export function restore(conversation) {
 }
 
 function store(conversation) {
+  const stored = read(conversation.id);
+  if (stored !== null && stored !== seen.get(conversation.id) && !takesOnlySettings(conversation, stored)) leaveToOtherTab(conversation);
   const text = JSON.stringify(conversation);
   if (text.length > MOST_CHARACTERS) return forgetStored(conversation.id);
   makeRoom(text.length, conversation.id);
   try {
     localStorage.setItem(PREFIX + conversation.id, text);
+    seen.set(conversation.id, text);
   } catch {
     // full or forbidden: it stays on the page
   }
+}
+
+/** Another tab has written this conversation. If its messages are those that were stored before, only its name and settings are new. */
+function takesOnlySettings(conversation, text) {
+  const [theirs, before] = [text, seen.get(conversation.id) ?? ""].map((each) => readConversation(conversation.id, each));
+  if (!theirs || !before || JSON.stringify(theirs.messages) !== JSON.stringify(before.messages)) return false;
+  const { name, system, sampling } = theirs;
+  Object.assign(conversation, { name, system, sampling });
+  return true;
+}
+
+/** Both tabs have added messages: what is stored stays, and this tab goes on with a branch. */
+function leaveToOtherTab(conversation) {
+  kept.delete(conversation.id);
+  Object.assign(conversation, { id: freshKey(), name: branchName(conversation) });
+  kept.set(conversation.id, conversation);
+}
+
+/** Calls `changed(conversation)` when another tab wrote one, and `gone(conversation)` when it deleted one. `isBusy(conversation)`: whether
+ * an answer to it comes in this tab. Then it stays as it is here, until it is stored. */
+export function watchOtherTabs({ changed, gone, isBusy }) {
+  addEventListener("storage", ({ key, newValue }) => {
+    if (!key?.startsWith(PREFIX)) return;
+    const id = key.slice(PREFIX.length);
+    const mine = kept.get(id);
+    if (newValue === null) {
+      seen.delete(id);
+      kept.delete(id);
+      if (mine) gone(mine);
+      return;
+    }
+    const theirs = readConversation(id, newValue);
+    if (!theirs || (mine && isBusy(mine))) return;
+    seen.set(id, newValue);
+    kept.set(id, mine ? Object.assign(mine, theirs) : theirs);
+    changed(kept.get(id));
+  });
+}
+
+function freshKey() {
+  return crypto.getRandomValues(new Uint32Array(3)).join("-");
 }
 
 export function remove(id) {
@@ -99,7 +184,16 @@ function stored() {
   }
 }
 
+function read(id) {
+  try {
+    return localStorage.getItem(PREFIX + id);
+  } catch {
+    return null;
+  }
+}
+
 function forgetStored(id) {
+  seen.delete(id);
   try {
     localStorage.removeItem(PREFIX + id);
   } catch {

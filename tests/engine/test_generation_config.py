@@ -10,7 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import LoadError
-from octavo.loading.resolve import read_generation_config, resolve_model
+from octavo.loading.resolve import read_generation_config
 from octavo.loading.text_side import open_text_side
 from tests.cli.processes import octavo
 from tests.support.story_folder import story_folder
@@ -79,10 +79,12 @@ def test_the_commands_take_them_and_flags_win(folder: Path) -> None:
     assert off.strip() and not off.startswith(expected)
 
 
-def test_the_default_model_is_sampled_as_its_card_says_and_other_files_as_anybody_says() -> None:
-    assert open_text_side(EngineConfig()).sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
+def test_the_default_model_is_sampled_as_its_card_says_however_it_is_named() -> None:
+    default = open_text_side(EngineConfig())
+    by_path = open_text_side(EngineConfig(model=str(default.source.path)))  # as a further API process opens it
+    for text in (default, by_path):
+        assert text.is_default_model and text.sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
     assert open_text_side(EngineConfig(generation_config="none")).sampling_defaults == {}
-    assert open_text_side(EngineConfig(model=str(resolve_model(None).path))).sampling_defaults == {}  # a file among files
 
 
 def test_do_sample_false_means_greedy(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
         assert server.model == "SmolLM2-135M-Instruct" and server.host == "127.0.0.1"
         assert server.ask("GET", "/health").json == {"status": "ready"}
         (model,) = server.ask("GET", "/v1/models").json["data"]
-        assert model["id"] == server.model and model["max_model_len"] == 8192
+        assert model["id"] == server.model and model["max_model_len"] == 8192 and model["demo"] is True
         prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
         sampling = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": None}
         assert model["defaults"] == {**sampling, "system_prompt": prompt}

@@ -43,6 +43,7 @@ class StandInLLM:
 
     template = TEMPLATE
     text_tokenizer = None
+    is_default_model = False
     number = 0  # it is its only engine, too
     ranks: ClassVar[list[RankNumbers]] = []
     pins = PinKeeper(PinBook(), [], compute=None, leads=False)  # type: ignore[arg-type]  # it has no engine that could

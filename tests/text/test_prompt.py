@@ -43,6 +43,17 @@ def test_the_last_message_may_be_gone_on_with(qwen: PromptEncoder, content: str)
             qwen.encode_chat([USER, {"role": "assistant", "content": last}], options=options)
 
 
+# promise: page-continue
+def test_a_thought_that_was_cut_off_goes_on_and_so_does_the_answer_behind_it(qwen: PromptEncoder) -> None:
+    options = {"continue_final_message": True}
+    asked = qwen.encode_chat([USER])[0]
+    for content, written in (("", "<think>\nIt is 4."), ("The sum", "<think>\nIt is 4.\n</think>\n\nThe sum")):
+        begun = {"role": "assistant", "content": content, "reasoning_content": "It is 4."}
+        assert qwen.encode_chat([USER, begun], options=options)[0] == asked + written
+    with pytest.raises(RequestError, match="must be text"):
+        qwen.encode_chat([USER, {"role": "assistant", "content": "", "reasoning_content": 7}], options=options)
+
+
 # promise: extra-body-chat
 @pytest.mark.parametrize(
     "options",

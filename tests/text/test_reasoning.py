@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.text.prompt import ChatTemplate
-from octavo.text.reasoning import Piece, PlainSplitter, ReasoningSplitter, ReasoningTokens, reasoning_family, reasoning_splitter
+from octavo.text.reasoning import (
+    Piece,
+    PlainSplitter,
+    ReasoningSplitter,
+    ReasoningTokens,
+    behind_thought,
+    reasoning_family,
+    reasoning_splitter,
+)
 from tests.support.cut import CUTS, cut
 from tests.support.tokenizers import DATA
 
@@ -28,6 +36,23 @@ def runs(pieces: list[Piece]) -> list[tuple[str, str]]:
 def split(texts: list[str], prompt: str = "") -> list[tuple[str, str]]:
     splitter = ReasoningSplitter(prompt)
     return runs([piece for text in texts for piece in splitter.push(text)] + splitter.flush())
+
+
+# promise: page-continue
+@given(CUTS)
+def test_an_answer_that_continues_a_thought_begins_inside_it(cuts: list[int]) -> None:
+    """White space and tags at its beginning belong to the thought."""
+    for family, text, wanted in (
+        ("think", " and <think> 4.\n</think>\n\nYes", [("reasoning", " and <think> 4."), ("tag", "\n</think>\n\n"), ("content", "Yes")]),
+        ("harmony", " 4.<|end|><|start|>assistant<|channel|>final<|message|>Yes", [("reasoning", " 4."), ("content", "Yes")]),
+    ):
+        splitter = reasoning_splitter(family, "a prompt", in_thought=True)
+        pieces = runs([piece for part in cut(text, cuts) for piece in splitter.push(part)] + splitter.flush())
+        assert [piece for piece in pieces if family == "think" or piece[0] != "tag"] == wanted
+        counter = ReasoningTokens("a prompt", lambda token: b"abc</think>"[token : token + 1], in_thought=True)
+        counter.push(range(11))
+        assert counter.count == 11
+    assert "(" not in behind_thought("answer: A\n", "think", "a prompt", in_thought=True).splitlines()[0], "the tag is not written again"
 
 
 @given(SOUP, CUTS, st.booleans())

@@ -91,6 +91,16 @@ def open_page(browser: "Browser") -> Iterator[OpenPage]:
             watched.check()
 
 
+@pytest.fixture
+def open_stand_in(open_page: OpenPage) -> OpenPage:
+    """`speaking` has no view."""
+
+    def open_one(url: str, expected: list[str] | None = None, **settings: object) -> Watched:
+        return open_page(url, [NO_VIEW, *(expected or [])], **settings)
+
+    return open_one
+
+
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real `octavo serve`, with a story model that nothing ends but its length."""

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:
     pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
 
-from tests.web.test_chat_page import PHONE, scrolls_sideways
+from tests.web.chatting import PHONE, scrolls_sideways
 
 LAST = len(SCENES)
 SCENE_MS = 60_000  # more than any scene takes on a busy machine
@@ -68,11 +68,10 @@ def expect_clean(page: Page) -> None:
     assert not scrolls_sideways(page)
 
 
+# promise: lesson-opens
 def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_page: OpenPage, lesson: str) -> None:
     page = open_page(lesson, expected=["503 .*/v1/view$"]).page  # while engine 0 is started again
-    expect(figures(page)).to_have_text(IDLE)
-    engine = page.get_by_label("Engine", exact=True)
-    page.get_by_role("button", name="Lesson").click()
+    engine = page.get_by_label("Engine", exact=True)  # the lesson is open: this server is there for it
     for number in range(1, LAST + 1):
         expect_scene(page, number)
         expect_over(page)
@@ -107,7 +106,7 @@ def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage
     page = open_page(lesson).page
     page.route("**/v1/lesson/6", lambda route: None)  # this scene is never over
     left = {"predicate": lambda request: request.url.endswith("/v1/lesson/6")}
-    page.get_by_role("button", name="Lesson", exact=True).click()
+    expect_scene(page, 1)
     for leave in ("Previous", "Close the lesson"):
         press(page, "Scene 6: " + SCENES[5].title)
         press(page, "Pause")
@@ -125,7 +124,6 @@ def test_a_scene_ends_where_the_stream_tells_its_end_though_the_answer_comes_fir
         route.fulfill(json={"scene": 2, "status": "over"})
 
     page = open_page(lesson).page
-    page.get_by_role("button", name="Lesson", exact=True).click()
     expect_over(page)
     page.route("**/v1/lesson/2", answer_at_once)
     press(page, "Scene 2: " + SCENES[1].title)

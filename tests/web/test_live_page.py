@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError:
     pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
 
-from tests.web.test_chat_page import answers, send, set_setting
+from tests.web.chatting import answers, send, set_setting
 
 BLOCK_SIZE = 4
 BLOCKS = 299  # and the null block
