@@ -30,6 +30,7 @@ def stated(pattern: str, page: str) -> set[int]:
     return {int(number) for number in found}
 
 
+# promise: docs-checked-against
 @pytest.mark.parametrize(
     ("page", "pattern", "count"),
     [
@@ -53,6 +54,7 @@ def test_the_lesson_has_as_many_scenes_as_pages_say() -> None:
     assert all(re.search(r"\bin ten (short )?scenes", page) for page in pages) and len(SCENES) == 10
 
 
+# promise: docs-checked-against
 def test_the_models_to_try_next_take_the_memory_that_the_readme_states(tmp_path: Path) -> None:
     table = README[README.index("## A better model") : README.index("## How fast it is")]
     seen = set()

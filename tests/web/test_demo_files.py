@@ -13,6 +13,7 @@ from octavo.server.web import FOLDER
 from tests.cli.processes import ROOT
 
 
+# promise: lesson-page-itself
 def test_the_demo_is_built_in_a_fresh_clone_by_a_python_without_packages(tmp_path: Path) -> None:
     """A later build removes what the one before left."""
     shutil.copytree(FOLDER, tmp_path / "octavo/web")
