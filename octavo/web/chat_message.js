@@ -81,7 +81,7 @@ export class AnswerMessage {
     if (goesOn) tools.append(button("Continue", goOn, { class: "go-on" }));
     if (isLast && !isEmpty) tools.append(button("Regenerate", again));
     if (content && navigator.clipboard) tools.append(copyButton(() => content));
-    this.#below.replaceChildren(...facts(this.#answer, model), ...(error ? [told(error, isLast && isEmpty ? again : undefined)] : []), tools);
+    this.#below.replaceChildren(...facts(this.#answer, model), ...(error ? [errorBox(error, isLast && isEmpty ? again : undefined)] : []), tools);
   }
 
   #draw(growing) {
@@ -102,7 +102,7 @@ export class AnswerMessage {
   }
 }
 
-function told(error, retry) {
+function errorBox(error, retry) {
   const code = [error.status || "", error.code || ""].filter(Boolean).join(", ");
   const wait = error.retryAfter ? ` The server asks to wait ${error.retryAfter} s.` : "";
   const words = make("p", {}, `${visible(error.message)}${code ? ` (${code})` : ""}${wait}`);

@@ -31,6 +31,12 @@ def test_the_page_and_its_files_are_open_without_a_key(server: ServerProcess) ->
     assert server.ask("GET", "/v1/models").status == 401
 
 
+# promise: page-markdown
+def test_every_library_of_the_page_has_its_licence_beside_it() -> None:
+    libraries, licences = ({path.name.split(".")[0] for path in (FOLDER / "vendor").glob(kind)} for kind in ("*.js", "*.LICENSE"))
+    assert libraries == licences
+
+
 # promise: page
 @pytest.mark.parametrize("path", ["/", "/web/main.js", "/web/vendor/marked.LICENSE"])
 def test_every_file_comes_with_the_headers_that_lock_the_page_in(server: ServerProcess, path: str) -> None:

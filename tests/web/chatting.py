@@ -37,6 +37,7 @@ class Speaker(StandInLLM):
     row: SequenceState | None = None
 
     template = "{% if messages[0].role != 'system' %}<system>You are Speaker.{% endif %}" + TEMPLATE
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
     async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
         yield ViewFrame(True, 0.0, 0.0)

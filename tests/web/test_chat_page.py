@@ -97,7 +97,7 @@ def test_settings_show_the_defaults_go_to_the_model_and_say_beside_the_field_wha
         expect(answers(page).first).to_contain_text("yes")
         (ask,) = llm.asked
         assert (ask.params.temperature, ask.params.top_p, ask.params.max_tokens, ask.params.seed) == (0.5, 0.9, 7, 11)
-        assert ask.prompt == "<system>Be brief.<user>Hello"
+        assert ask.prompt == "<system>Be brief.<user>Hello<assistant>"
         page.get_by_label("Temperature").fill("0.7")
         expect(page.locator(".numbers .trouble").first).to_be_empty()
 
@@ -143,7 +143,7 @@ def test_an_answer_has_a_limit_and_continue_goes_on_with_the_same_message(open_s
         assert llm.asked[1].prompt == "<system>You are Speaker.<user>Count<assistant>one two"
         send(page, "Again")
         expect(answers(page).nth(1)).to_contain_text("1 token")
-        assert str(llm.asked[2].prompt).endswith("<user>Count<assistant>one two, three<user>Again")
+        assert str(llm.asked[2].prompt).endswith("<user>Count<assistant>one two, three<user>Again<assistant>")
 
 
 # promise: page-continue
@@ -158,7 +158,7 @@ def test_a_thought_that_was_cut_off_goes_on_too(open_stand_in: OpenPage) -> None
         answer.get_by_role("button", name="Continue").click()
         expect(answer.locator("> .text")).to_have_text("shown")
         expect(answer.locator(".thought")).to_have_text("hidden depths")
-        assert str(llm.asked[1].prompt).endswith("<user>Hello<think>\nhidden")
+        assert str(llm.asked[1].prompt).endswith("<user>Hello<assistant><think>\nhidden")
 
 
 # promise: page-continue

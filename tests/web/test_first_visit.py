@@ -41,7 +41,8 @@ def test_a_new_browser_is_welcomed_though_the_server_has_answered_before(open_st
             expect(answers(page).first).to_contain_text("It pumps blood.")
             expect(page.locator(".asked")).to_have_text(text)
             expect(page.get_by_role("log")).to_be_focused()  # a phone opens no keyboard
-            page.get_by_role("button", name="New column").click()
+            page.get_by_role("button", name="Conversations").click()
+            page.get_by_role("button", name="New conversation").first.click()
             expect(questions).to_have_count(3)
             expect(welcome.get_by_text(SENTENCE)).to_have_count(0)  # it is no new browser any more
 
