@@ -24,7 +24,7 @@ TEXTS = 1 << 20  # bytes
 # -- a frame of the view: what changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
 
 Wanted = Literal["full", "delta", "none"]  # all there is, what is new since the last frame, no more
-BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (1, and 1 for each pin), digest, ids so far, since
+BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (1, +1 for each pin), digest, ids so far, since
 StepNumbers = tuple[int, float, float, int, int, int, int, int, int, int, int, int]
 # step, at, ms, prefill_tokens, decode_tokens, rows, running, waiting, used_blocks, preempted, hit_tokens, query_tokens
 EventWords = tuple[int | float | str, ...]  # step, at, kind, and what belongs to it
