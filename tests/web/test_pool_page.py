@@ -114,7 +114,8 @@ class Story:
 
 def kinds(page: Page) -> dict[str, int]:
     """Blocks by their kind, as far as they are counted on the page."""
-    return {str(count.get_attribute("data-kind")): int(count.inner_text()) for count in page.locator(".pool-counts li:not([hidden]) b").all()}
+    shown = page.locator(".pool-counts li:not([hidden]) b").all()
+    return {str(count.get_attribute("data-kind")): int(count.inner_text()) for count in shown}
 
 
 def entries(page: Page) -> list[str]:
@@ -211,8 +212,9 @@ def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: Open
     page = open_pool()
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
     page.locator(".pool-marks").click(position=position(page, model.seqs[0].table[0]))
+    said = "The text is hidden. It is shown with the server's admin key, or by a server without a key on your own machine."
     for place in (".pool-detail .pool-text", ".entry-text >> nth=0"):
-        expect(page.locator(place)).to_have_text("The text is hidden. It is shown with the server's admin key, or by a server without a key on your own machine.")
+        expect(page.locator(place)).to_have_text(said)
     expect(page.locator(".pool-detail")).to_contain_text("4 of 4 tokens")
 
 

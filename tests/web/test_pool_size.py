@@ -88,7 +88,8 @@ def test_pointing_at_a_block_moves_nothing_at_any_size(open_page: OpenPage, host
             said = page.locator(".pool-detail .token").count()
             assert said == len(words_of(place + 1)) and page.evaluate(LAID_OUT) == before, (size, place)
         at += 1
-        host.send({"kind": "delta", "at": at, "steps": [[int(at), at, 12.5, 0, 12, 12, 12, 0, 177, 0, 0, 0]], "events": [[1, at, "evict", 9, ""]]})
+        step = [int(at), at, 12.5, 0, 12, 12, 12, 0, 177, 0, 0, 0]
+        host.send({"kind": "delta", "at": at, "steps": [step], "events": [[1, at, "evict", 9, ""]]})
         expect(page.locator(".pool")).to_have_attribute("data-at", str(int(at)))
         settled(page)
         assert page.locator(".pool-detail").inner_text().startswith("Block 177: "), "it stays while frames come"
