@@ -91,5 +91,5 @@ def _nameless() -> int:
 def _library() -> NativeLibrary:
     library = find_library()
     if isinstance(library, str):
-        raise ConfigError(f"ranks of one host meet in the native library: {library}")
+        raise ConfigError(f"ranks of one host communicate through the native library: {library}")
     return library

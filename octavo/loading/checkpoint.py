@@ -119,9 +119,9 @@ class SafetensorsCheckpoint:
         for shard, path in paths.items():
             file, promised = _SafetensorsFile(path, quantization), placed[shard]
             if missing := promised - file.headers.keys():
-                raise LoadError(f"{file.path}: lacks weights that {INDEX} promises: {_listed(missing)}")
+                raise LoadError(f"{file.path}: lacks weights that {INDEX} lists for it: {_listed(missing)}")
             if extra := file.headers.keys() - promised:
-                raise LoadError(f"{file.path}: has weights that {INDEX} does not place there: {_listed(extra)}")
+                raise LoadError(f"{file.path}: has weights that {INDEX} does not list for it: {_listed(extra)}")
             files.append(file)
         return files
 
@@ -197,7 +197,7 @@ class _SafetensorsFile:
             with path.open("rb") as file:
                 self.header_bytes = 8 + int.from_bytes(file.read(8), "little")
             if self.header_bytes > MAX_HEADER_BYTES:
-                raise LoadError(f"{path}: says its header has {self.header_bytes - 8} bytes, at most {MAX_HEADER_BYTES} are taken")
+                raise LoadError(f"{path}: declares a header of {self.header_bytes - 8} bytes, at most {MAX_HEADER_BYTES} are allowed")
             self._open = _map(path)
             views = {name: self._open.get_slice(name) for name in self._open.offset_keys()}
         except (SafetensorError, OSError) as error:
@@ -312,7 +312,7 @@ class GGUFCheckpoint:
         heads = self._interleaved_heads.get(_part(tensor))
         if heads is None:
             return None
-        assert rows * heads % tensor.shape[0] == 0, f"{rows} rows of {tensor.name} are no whole heads"
+        assert rows * heads % tensor.shape[0] == 0, f"{rows} rows of {tensor.name} are not whole heads"
         return rows * heads // tensor.shape[0]
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
@@ -340,7 +340,7 @@ class GGUFCheckpoint:
         k, group = tensor.shape[-1], prod(tensor.shape) * QUANTISED[tensor.kind][0] // tensor.num_bytes
         if columns.start % group or columns.stop % group:
             what = f"{self.source}: {tensor.name}: {k} columns in groups of {group}"
-            raise ConfigError(f"{what} cannot be split over tensor_parallel_size {k // len(columns)}: {len(columns)} are no whole groups")
+            raise ConfigError(f"{what} cannot be split over tensor_parallel_size {k // len(columns)}: {len(columns)} are not whole groups")
         return range(columns.start // group, columns.stop // group)
 
     def fingerprint(self) -> bytes:

@@ -38,7 +38,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise LoadError(f"{index}: weight_map must give a file name for each weight")
     if (shards := len(set(weight_map.values()))) > MAX_SHARDS:
-        raise LoadError(f"{index}: names {shards:,} weight files, at most {MAX_SHARDS:,} are taken")
+        raise LoadError(f"{index}: names {shards:,} weight files, at most {MAX_SHARDS:,} are allowed")
     return weight_map
 
 

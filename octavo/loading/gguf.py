@@ -125,7 +125,7 @@ class _HeaderReader:
             raise self.fail(f"GGUF version {version} is not supported (2 and 3, little endian, are)")
         num_tensors, num_keys = self.u64("tensor count"), self.u64("key count")
         if max(num_tensors, num_keys) > MAX_ENTRIES:
-            raise self.fail(f"a header of {num_keys} keys and {num_tensors} tensors (at most {MAX_ENTRIES} of each are taken)")
+            raise self.fail(f"a header of {num_keys} keys and {num_tensors} tensors (at most {MAX_ENTRIES} of each are allowed)")
         self.need(num_keys * MIN_KEY_BYTES + num_tensors * MIN_TENSOR_BYTES, f"a header of {num_keys} keys and {num_tensors} tensors")
         metadata = self.metadata(num_keys)
         alignment = self.alignment(metadata)
@@ -165,7 +165,7 @@ class _HeaderReader:
                 if position > end:
                     raise self.fail(f"{what}: a string of {position - start} bytes is longer than the {self.whole()}")
                 if position - start > MAX_STRING_BYTES:
-                    raise self.fail(f"{what}: a string of {position - start} bytes (at most {MAX_STRING_BYTES} are taken)")
+                    raise self.fail(f"{what}: a string of {position - start} bytes (at most {MAX_STRING_BYTES} are allowed)")
                 texts.append(str(data[start:position], "utf-8"))
         except struct.error:
             raise self.fail(f"{what}: the file ends inside a string") from None

@@ -64,7 +64,7 @@ def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
             found[name] = target
             shape, wanted = list(checkpoint.shape(name)), list(target.values.shape)
             if shape != wanted:
-                misshapen.append(f"{name} has shape {shape}, this model wants {wanted}")
+                misshapen.append(f"{name} has shape {shape}, this model expects {wanted}")
     missing = [f"{name} (for {target.label})" for name, target in targets.items() if name not in found]
     problems = {"unknown to this model": unknown, "given twice": twice, "missing": missing, "of another shape": misshapen}
     _complain(checkpoint.source, problems)

@@ -71,7 +71,7 @@ def at_revision(name: HubName, revision: str | None) -> HubName:
     if not _is_revision(revision):
         raise ConfigError(f"revision must be a branch, a tag or a commit, got {revision[:80]!r}")
     if name.revision not in (None, revision):
-        raise ConfigError(f"{name.shown} is asked for at {name.revision!r} and with revision {revision!r}: give one of them")
+        raise ConfigError(f"{name.shown} names revision {name.revision!r}, but the setting revision is {revision!r}: give only one")
     return replace(name, revision=revision)
 
 

@@ -92,7 +92,7 @@ def find_packed(headers: Mapping[str, Header], config: QuantConfig) -> list[Pack
 
 def _module(headers: Mapping[str, Header], name: str, config: QuantConfig) -> PackedModule:
     if config.codes_part != "weight" and f"{name}.weight" in headers:
-        raise LoadError(f"{name} is there twice, as weight and as {config.codes_part}")
+        raise LoadError(f"{name} exists twice, as weight and as {config.codes_part}")
     layout = CHECKS[config.layout](headers, name, config)
     tensors = [f"{name}.{part}" for part in PARTS[config.layout] if f"{name}.{part}" in headers]
     return PackedModule(name, config, layout, tuple(tensors))

@@ -189,7 +189,7 @@ class ModelShape:
         if count == 1:
             return [range(self.config.num_layers)]
         if (why := describe(self.config).several_tables()) is not None:
-            raise ConfigError(f"pipeline_parallel_size is {count}, and this model cannot be dealt out: {why}")
+            raise ConfigError(f"pipeline_parallel_size is {count}, and this model cannot be split into stages: {why}")
         bits = {weight.name: weight.codes.bits for weight in self.weights if weight.codes is not None}
         layers, head = [0] * self.config.num_layers, 0
         for matrix in self.model.matrices:

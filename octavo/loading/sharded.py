@@ -61,7 +61,7 @@ class ShardedCheckpoint:
         axis = 0 if part.columns is None else 1
         if part.whole and shape[axis : axis + 1] != (part.whole,):
             found, wanted = f"{name[:200]} has shape {list(shape)}", f"{part.whole} {'columns' if axis else 'rows'}"
-            raise LoadError(f"{self.source}: weights do not match the model: {found}, this model wants {wanted}")
+            raise LoadError(f"{self.source}: weights do not match the model: {found}, this model expects {wanted}")
 
     def names(self) -> list[str]:
         return self._stored.names()

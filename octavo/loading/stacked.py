@@ -93,7 +93,7 @@ class UnstackedCheckpoint:
         if (blocks is None) != (scales is None) or (blocks is not None and blocks != (*(scales or ()), MXFP4_GROUP // 2)):
             raise self._fail(tensor + BLOCKS, f"has shape {blocks}, and its scales have {scales}")
         if blocks is not None and "" in shapes:
-            raise self._fail(tensor, f"is there twice, as floats and as {BLOCKS[1:]}")
+            raise self._fail(tensor, f"exists twice, as floats and as {BLOCKS[1:]}")
 
     def _fail(self, tensor: str, why: str) -> LoadError:
         return LoadError(f"{self.source}: {tensor[:200]} {why}")
@@ -126,7 +126,7 @@ class UnstackedCheckpoint:
             self._stored.check_part(name, part)
         elif part.columns is not None and place.tensor not in self._there and len(part.columns) % MXFP4_GROUP:
             size, count = part.whole // len(part.columns), len(part.columns)
-            why = f"{count} columns are no whole groups of {MXFP4_GROUP}; set enable_expert_parallel, or another size"
+            why = f"{count} columns are not whole groups of {MXFP4_GROUP}; set enable_expert_parallel, or another size"
             raise ConfigError(f"{self.source}: {place.tensor} cannot be split over tensor_parallel_size {size}: {why}")
 
     def read_part(self, name: str, part: Part) -> Tensor:

@@ -138,9 +138,9 @@ class GGUFKeys:
         long, short = self._factors.get(LONG_FACTORS), self._factors.get(SHORT_FACTORS)
         scaled = any(factor != 1 for factor in single)
         if (long is None) != (short is None) or (scaled and long is not None):
-            raise LoadError(f"{self.source}: has one of {LONG_FACTORS} and {SHORT_FACTORS}, or {FREQUENCY_FACTORS} beside them")
+            raise LoadError(f"{self.source}: has one of {LONG_FACTORS} and {SHORT_FACTORS}, or {FREQUENCY_FACTORS} in addition")
         if (scaled or long is not None) and kind not in ("none", "longrope"):
-            raise self.fail(f"{self.prefix}rope.scaling.type", "none or longrope, for frequencies have factors of their own")
+            raise self.fail(f"{self.prefix}rope.scaling.type", "none or longrope, because the file has a factor for each frequency")
         if scaled:
             return {"rope_type": "longrope", "short_factor": single, "long_factor": single, "attention_factor": 1.0}
         if long is None:

@@ -177,7 +177,7 @@ def shared(config: DenseConfig) -> dict[str, Shared]:
 def deal(config: DenseConfig, ranks: int) -> DenseConfig:
     if config.num_experts % ranks:
         sizes = ", ".join(str(size) for size in range(1, config.num_experts + 1) if config.num_experts % size == 0)
-        raise ConfigError(f"{config.num_experts} experts cannot be dealt out over tensor_parallel_size {ranks}: sizes that can: {sizes}")
+        raise ConfigError(f"{config.num_experts} experts cannot be divided among tensor_parallel_size {ranks}: sizes that can: {sizes}")
     return replace(config, expert_ranks=ranks)
 
 

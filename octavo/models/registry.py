@@ -108,7 +108,7 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     if len(layers) == config.num_layers:
         return config
     if family.cut is None:
-        raise ConfigError(f"layers of the family {family.name} cannot be dealt out: set pipeline_parallel_size to 1")
+        raise ConfigError(f"layers of the family {family.name} cannot be split into stages: set pipeline_parallel_size to 1")
     cut: ModelConfig = family.cut(config, layers)
     return cut
 

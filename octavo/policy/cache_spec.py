@@ -89,7 +89,7 @@ def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
     groups = []
     for (window, num_bytes), layers in kinds.items():
         if most_bytes % num_bytes:
-            raise ConfigError(f"layer {layers[0]} keeps {num_bytes} bytes a token, which does not divide {most_bytes} of another layer")
+            raise ConfigError(f"layer {layers[0]} keeps {num_bytes} bytes per token, not a divisor of {most_bytes} of another layer")
         number = -(-len(layers) // in_a_group)
         groups += [CacheGroup(tuple(layers[first::number]), window, most_bytes // num_bytes) for first in range(number)]
     return tuple(sorted(groups, key=lambda group: group.window is not None))

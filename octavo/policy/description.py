@@ -239,4 +239,4 @@ class ModelDescription:
         """Some programs read one block table per sequence. Returns why this model may have several, or None."""
         windows = (index for index, layer in enumerate(self.layers) if layer.mixer.window is not None)
         first = next(windows, None) if self.gives_back else None
-        return None if first is None else f"layer {first} gives back the blocks behind its window, so that it has a block table of its own"
+        return None if first is None else f"layer {first} frees the blocks behind its window, so it has its own block table"

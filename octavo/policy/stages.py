@@ -40,7 +40,7 @@ def deal_layers(layers: Sequence[int], head: int, stages: int) -> list[range]:
     `layers`: bytes of each layer; `head`: bytes of the parts after the last layer
     """
     if stages > len(layers):
-        raise ConfigError(f"{len(layers)} layers cannot be dealt over pipeline_parallel_size {stages}: set it to {len(layers)} or less")
+        raise ConfigError(f"{len(layers)} layers cannot be divided among pipeline_parallel_size {stages}: set it to {len(layers)} or less")
     sums = [0]
     for size in layers:
         sums.append(sums[-1] + size)

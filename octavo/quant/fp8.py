@@ -46,7 +46,7 @@ def check_fp8(tensors: Mapping[str, Described], name: str, config: QuantConfig) 
 def _scale_name(tensors: Mapping[str, Described], name: str) -> str:
     found = [scale for scale in (f"{name}.weight_scale", f"{name}.weight_scale_inv") if scale in tensors]
     if len(found) != 1:
-        problem = f"is there twice, as {found[1]} too" if found else f"or {name}.weight_scale_inv is missing"
+        problem = f"exists twice, as {found[1]}, too" if found else f"or {name}.weight_scale_inv is missing"
         raise LoadError(f"{name}.weight_scale {problem}")
     return found[0]
 

@@ -191,7 +191,7 @@ def _check_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> No
         raise LoadError(f"{name}: {kind} has no packed form; supported: {', '.join(QUANTISED)}")
     group, group_bytes = group_size(kind), QUANTISED[kind][0]
     if len(shape) != 2 or shape[1] % group or raw.numel() * group != shape[0] * shape[1] * group_bytes:
-        raise LoadError(f"{name}: {raw.numel()} bytes of {kind} are no matrix {list(shape)}, with {group_bytes} bytes for {group} columns")
+        raise LoadError(f"{name}: {raw.numel()} bytes of {kind} do not fit {list(shape)}, with {group_bytes} bytes for {group} columns")
 
 
 # -- converts floats to the packed form, for models without quantised weights

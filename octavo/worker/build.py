@@ -60,7 +60,7 @@ GIB = 2**30
 def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers: Compilers, shadow: Shadow | None = None) -> ModelRunner:
     """With `shadow`, every step is verified bit for bit against a contiguous cache, which is slow. `compilers`: for GPU kernels"""
     if shadow and facts.backend.name == "flashinfer":
-        raise ConfigError("--attention-backend flashinfer cannot be verified, for it has no contiguous form: leave it at auto")
+        raise ConfigError("--attention-backend flashinfer cannot be verified, because it has no contiguous form: leave it at auto")
     if shadow:
         facts = replace(facts, place=computed_twice(facts.place))
     torch.set_num_threads(num_threads() if facts.library is None else 1)  # the native library has its own threads
@@ -91,7 +91,7 @@ def _build(
 ) -> ModelRunner:
     links = tuple(group.links for group in geometry.groups)
     if facts.device.type == "cuda" and max(links) > 1:
-        raise ConfigError("layers of this model keep different numbers of bytes a token, which a GPU has no kernel for: set device to cpu")
+        raise ConfigError("layers of this model need different numbers of bytes per token, which no GPU kernel supports: set device to cpu")
     layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1, links)
     table = RequestTable(facts.config.max_num_seqs, layout, facts.device)
     sampling: Sampling = ops if facts.library is None else NativeSampling(facts.library)

@@ -153,7 +153,7 @@ def _meets_natively(place: Place) -> bool:
     if place.comm.size == 1 or isinstance(place.comm, SharedMemoryComm):
         return True
     if place.comm.rank == 0:
-        logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
+        logger.warning("torch computes: the native kernels support ranks that share a layer only in the memory of one host")
     return False
 
 
@@ -166,7 +166,7 @@ def _captures(place: Place) -> bool:
     """Whether steps can be captured on a GPU: ranks that communicate through the host must wait for the device."""
     if place.stage.count == 1 and not isinstance(place.comm, GlooComm):
         return True
-    logger.info("CUDA graphs are off: ranks meet by way of the host")
+    logger.info("CUDA graphs are off: ranks communicate through the host")
     return False
 
 

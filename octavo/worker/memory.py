@@ -35,7 +35,7 @@ def gpu_memory(utilization: float) -> Memory:
 
     gpu, trouble = torch_gpu()
     if gpu is None:
-        raise ConfigError(f"the GPU does not say how much memory it has: {trouble}")
+        raise ConfigError(f"the memory of the GPU could not be determined: {trouble}")
     own = CONTEXT + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     total, free = gpu.total, gpu.free
     if gpu.unified:

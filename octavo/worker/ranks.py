@@ -121,7 +121,7 @@ class Ranks:
         common = Room(min(room.num_blocks for room in rooms.values()), min(room.max_model_len for room in rooms.values()))
         least = min(rooms, key=lambda rank: rooms[rank].num_blocks)
         if len(set(rooms.values())) > 1:
-            logger.info("Rank %d has room for least: %d blocks, so all ranks have as many", least, common.num_blocks)
+            logger.info("Rank %d has room for the fewest blocks, %d, and all ranks use as many", least, common.num_blocks)
         self.tell(encode(common))
         return replace(own, num_blocks=common.num_blocks, max_model_len=common.max_model_len)
 

@@ -210,7 +210,7 @@ def _own_signals() -> Iterator[None]:
 
 def _why(error: BaseException) -> str:
     if type(error).__name__ == "AuthenticationError":
-        return f"it wants another token: set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its nodes ({DOCS})"
+        return f"it requires another token: set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its nodes ({DOCS})"
     return one_line(error)
 
 
@@ -256,7 +256,7 @@ def ports_line(address: str, nodes: list[dict[str, Any]], token: bool | None) ->
         False: f"Whoever reaches them can run code there: set RAY_AUTH_MODE=token on all nodes ({DOCS})",
         None: "Whoever reaches them can run code there, and this version of Ray has no tokens: keep them to a network of your own",
     }
-    return f"Ray listens at {listens}; workers and ranks at further ports. {how[token]}"
+    return f"Ray listens at {listens}; workers and ranks on further ports. {how[token]}"
 
 
 def one_line(error: BaseException) -> str:

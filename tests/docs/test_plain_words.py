@@ -35,6 +35,9 @@ PHRASES = {
     "a GPU wants": "a GPU needs",
     "wants a server": "needs a server",
     "are for the eye": "are not run",
+    "dealt out": "divided, split",
+    "are no whole": "are not whole",
+    "by way of the host": "through the host",
 }
 # docstrings and comments of these folders: pattern -> what to write instead. Names of the code stand in backticks.
 FOLDERS = ("attention", "kernels", "layers", "loading", "models", "native", "policy", "quant", "worker")

@@ -218,7 +218,7 @@ def test_free_memory_of_a_gpu_is_what_other_processes_leave_of_its_share(monkeyp
     take_gpu(monkeypatch, replace(H200, free=140 * GIB))
     assert memory_module.memory(config).others == 0
     monkeypatch.setattr(memory_module, "torch_gpu", lambda: (None, "no driver"))
-    with pytest.raises(ConfigError, match="does not say how much memory it has: no driver"):
+    with pytest.raises(ConfigError, match="the memory of the GPU could not be determined: no driver"):
         memory_module.memory(config)
 
 

@@ -115,7 +115,7 @@ def test_without_the_library_it_says_what_helps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native, "PATH", Path("/nowhere/liboctavo.so"))
     native.find_library.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"ranks of one host meet in the native library: liboctavo.so was not built"):
+        with pytest.raises(ConfigError, match=r"ranks of one host communicate through the native library: liboctavo.so was not built"):
             SharedMemoryComm.create(2)
     finally:
         native.find_library.cache_clear()

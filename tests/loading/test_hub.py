@@ -385,7 +385,7 @@ def test_what_is_here_comes_before_the_hub_and_has_no_revision(tmp_path: Path, m
     for model in ("octo/tiny", None):
         with pytest.raises(ConfigError, match=r"--revision 'v1' is for models of the hub, but .* is on this machine: leave it out"):
             resolve_model(model, "v1")
-    with pytest.raises(ConfigError, match="o/n is asked for at 'v1' and with revision 'v2'"):
+    with pytest.raises(ConfigError, match="o/n names revision 'v1', but the setting revision is 'v2'"):
         resolve_model("o/n@v1", "v2")
 
 

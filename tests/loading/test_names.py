@@ -37,7 +37,7 @@ def test_what_is_no_name_is_none(text: str) -> None:
 def test_a_revision_is_given_once() -> None:
     assert at_revision(HubName("o/n", quant="Q8_0"), "v1") == HubName("o/n", "v1", "Q8_0")
     assert at_revision(HubName("o/n", "v1"), "v1") == at_revision(HubName("o/n", "v1"), None) == HubName("o/n", "v1")
-    with pytest.raises(ConfigError, match="o/n is asked for at 'v1' and with revision 'v2'"):
+    with pytest.raises(ConfigError, match="o/n names revision 'v1', but the setting revision is 'v2'"):
         at_revision(HubName("o/n", "v1"), "v2")
     with pytest.raises(ConfigError, match="revision must be a branch, a tag or a commit"):
         at_revision(HubName("o/n"), "../../etc")

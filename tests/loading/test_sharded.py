@@ -287,7 +287,7 @@ def test_columns_that_are_no_whole_groups_are_refused_before_anything_is_read(tm
 def test_a_weight_of_another_size_is_refused_even_if_it_is_as_large_as_a_part(tmp_path: Path) -> None:
     path = write_folder(tmp_path, raw_config("Llama"))
     config = read_config(raw_config("Llama", num_attention_heads=24), "test")
-    with pytest.raises(LoadError, match=r"o_proj.weight has shape \[48, 96\], this model wants 192 columns"):
+    with pytest.raises(LoadError, match=r"o_proj.weight has shape \[48, 96\], this model expects 192 columns"):
         of_rank(open_checkpoint(resolve_model(str(path))), config, 2, 0)
 
 

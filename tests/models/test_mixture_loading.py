@@ -93,7 +93,7 @@ def test_ranks_give_the_logits_of_the_whole_model(architecture: str, whole: bool
 
 def test_experts_that_cannot_be_dealt_out_are_refused(tmp_path: Path) -> None:
     config, _ = opened(plain_folder(tmp_path / "mixture", "MixtralForCausalLM"))
-    with pytest.raises(ConfigError, match="4 experts cannot be dealt out over tensor_parallel_size 3: sizes that can: 1, 2, 4"):
+    with pytest.raises(ConfigError, match="4 experts cannot be divided among tensor_parallel_size 3: sizes that can: 1, 2, 4"):
         rank_config(config, 3, 1, 3)
     config, _ = opened(plain_folder(tmp_path / "dense", "MixtralForCausalLM", architectures=["LlamaForCausalLM"]))
     with pytest.raises(ConfigError, match="enable_expert_parallel is set, and models of the family llama have no experts"):
@@ -222,7 +222,7 @@ def test_mxfp4_blocks_stay_codes_and_are_what_transformers_reads(tmp_path: Path)
     ranks = [of_rank(stored, config, 2, rank, 1, 2) for rank in range(2)]
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     assert torch.equal(ranks[1].read(name), floats.read(name.replace("experts.1", "experts.3")))
-    with pytest.raises(ConfigError, match="down_proj cannot be split over tensor_parallel_size 2: 16 columns are no whole groups of 32"):
+    with pytest.raises(ConfigError, match="down_proj cannot be split over tensor_parallel_size 2: 16 columns are not whole groups of 32"):
         of_rank(stored, config, 2, 0)
 
 

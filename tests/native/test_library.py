@@ -80,7 +80,7 @@ def test_without_a_usable_library_the_reason_and_what_helps_are_said_once(
         reason = "octavo_level_name): "
     else:
         monkeypatch.setattr(native, "STRUCTS", (LongerMatrix, *STRUCTS[1:]))
-        reason = "is of another build than this package (LongerMatrix has 80 bytes there and 88 here): "
+        reason = "is from another build than this package (LongerMatrix has 80 bytes there and 88 here): "
 
     assert open_native("auto", 1) is None and open_native("auto", 1) is None
     (line,) = [record.getMessage() for record in warnings.records]

@@ -242,5 +242,5 @@ def test_layers_are_split_into_groups_whose_blocks_have_equal_bytes(kinds: str, 
 
 def test_layers_whose_bytes_do_not_divide_are_refused() -> None:
     specs = [LayerCacheSpec(0, {"kv": Buffer((3,), "float32")}), LayerCacheSpec(1, {"kv": Buffer((2,), "float32")})]
-    with pytest.raises(ConfigError, match="layer 1 keeps 8 bytes a token, which does not divide 12 of another layer"):
+    with pytest.raises(ConfigError, match="layer 1 keeps 8 bytes per token, not a divisor of 12 of another layer"):
         split_layers(specs)

@@ -26,5 +26,5 @@ def test_no_other_way_to_deal_layers_is_better(layers: list[int], head: int, dat
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 layers cannot be dealt over pipeline_parallel_size 5: set it to 4 or less"):
+    with pytest.raises(ConfigError, match="4 layers cannot be divided among pipeline_parallel_size 5: set it to 4 or less"):
         deal_layers([1] * 4, 1, 5)

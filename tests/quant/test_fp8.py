@@ -74,7 +74,7 @@ SPOILT = [
     ("weight_scale", torch.ones(1).int(), None, "is torch.int32, expected"),
     ("weight_scale", torch.ones(2, 2), (128, 128), r"is \[2, 2\], expected \[2, 3\] \(200 output rows and 320 input columns in blocks"),
     ("weight_scale", torch.tensor(torch.inf), None, "a scale is not finite"),
-    ("weight_scale_inv", torch.ones(1), None, "is there twice"),
+    ("weight_scale_inv", torch.ones(1), None, "exists twice"),
 ]
 
 

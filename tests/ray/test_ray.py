@@ -176,7 +176,7 @@ def test_without_its_token_a_cluster_lets_nobody_in(cluster: Any) -> None:
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"RAY_AUTH_MODE": "disabled"}
     done = subprocess.run([sys.executable, "-c", program], env=without, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert f"ConfigError: Ray refuses to join the cluster at {cluster.address}: it wants another token: " in done.stderr.splitlines()[-1]
+    assert f"ConfigError: Ray refuses to join the cluster at {cluster.address}: it requires another token: " in done.stderr.splitlines()[-1]
 
 
 class Refusing:

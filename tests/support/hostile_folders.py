@@ -262,7 +262,7 @@ def _quantized() -> list[Case]:
         stored("AWQ with no codes in it", "awq", "qweight", ("I32", [32, 0]), "is [32, 0]"),
         stored("AWQ with half of the codes", "awq", "qweight", ("I32", [16, 1]), "has 16 input columns, not a multiple of group_size 32"),
         stored("AWQ with an order", "awq", "g_idx", ("I32", [32]), "is stored as I32"),
-        folder_case(128, "AWQ beside its floats", f"{query} is there twice", twice, quantized.quantized_files),
+        folder_case(128, "AWQ beside its floats", f"{query} exists twice", twice, quantized.quantized_files),
         stored("FP8 without scales", "fp8", "weight_scale_inv", None, ()),
         stored("FP8 with scales of other blocks", "fp8", "weight_scale_inv", ("F32", [2, 1]), "is [2, 1], expected [1, 1] (8 output rows"),
         stored("FP8 of another kind", "fp8", "weight", ("F8_E5M2", [8, 32]), "is stored as F8_E5M2"),

@@ -135,7 +135,7 @@ def test_programs_and_models_that_cannot_share_a_context_are_named(tmp_path: Pat
     assert "Native kernels are off for this model, torch computes: layer 0 has attention with context_parallel" in caplog.text
     assert suited(replace(asked, device="cuda"), model).enforce_eager
     windowed = replace(model, layers=tuple(replace(one, mixer=replace(one.mixer, window=4)) for one in model.layers), gives_back=True)
-    with pytest.raises(ConfigError, match=r"^decode_context_parallel_size is 2, .* layer 0 gives back .*; set it to 1$"):
+    with pytest.raises(ConfigError, match=r"^decode_context_parallel_size is 2, .* layer 0 frees .*; set it to 1$"):
         suited(asked, windowed)
     folder = tiny_model(tmp_path, "LlamaForCausalLM", seed=3)
     with pytest.raises(ConfigError, match=r"^attention_backend is contiguous, .* decode_context_parallel_size to 1, not 2$"):

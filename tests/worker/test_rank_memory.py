@@ -47,7 +47,7 @@ def test_the_pool_is_that_of_the_rank_with_the_least_memory(
         assert pool.num_blocks == executor.geometry.num_blocks == room.num_blocks
         assert len(executor.runner.store.caches[0]["k"]) == room.num_blocks
         assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].token_ids
-    assert f"Rank 1 has room for least: {room.num_blocks} blocks" in caplog.text
+    assert f"Rank 1 has room for the fewest blocks, {room.num_blocks}, " in caplog.text
 
 
 def test_a_rank_with_too_little_memory_says_so_and_names_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

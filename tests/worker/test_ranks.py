@@ -174,7 +174,7 @@ def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Pat
 
 def test_more_stages_than_layers_are_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.worker.host_ranks.ProcessPeer", None)
-    with pytest.raises(ConfigError, match=r"2 layers cannot be dealt over pipeline_parallel_size 3: set it to 2 or less"):
+    with pytest.raises(ConfigError, match=r"2 layers cannot be divided among pipeline_parallel_size 3: set it to 2 or less"):
         opened(folder, 1, pipeline_parallel_size=3)
 
 

@@ -186,4 +186,4 @@ def find_library() -> NativeLibrary | str:
     except OSError as error:
         return f"{PATH.name} cannot be loaded here ({error}): {again}"
     except (AttributeError, ValueError) as error:
-        return f"{PATH.name} is of another build than this package ({error}): {again}"
+        return f"{PATH.name} is from another build than this package ({error}): {again}"
