@@ -132,6 +132,8 @@ class LLM:
         """
         refuse_arguments(LLM.chat, unknown)
         options = template_options(chat_template_kwargs, add_generation_prompt, continue_final_message)
+        if tools:
+            self.encoder.add_tool_template()
         encode = partial(self.encoder.encode_chat, tools=check_tools(tools) or None, options=options, template=chat_template)
         encoded = each_of(encode, as_conversations(messages))
         wanted = [self._for_chat(one) for one in spread(sampling_params or SamplingParams(), len(encoded))]

@@ -40,7 +40,7 @@ class PromptEncoder:
 
         Conversations without tools keep the model's own template.
         """
-        if self._needs_tool_template:
+        if self._needs_tool_template and self._tool_template is None:
             variables = {"system_prompt": self.default_system_prompt()}
             self._tool_template = ChatTemplate(TOOL_TEMPLATE.read_text(encoding="utf-8"), TOOL_TEMPLATE.name, "", "", variables)
         return self._needs_tool_template

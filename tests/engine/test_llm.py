@@ -1,5 +1,6 @@
 """`LLM` as a user meets it: every form of a prompt, streams, several at once, closing, and what it refuses."""
 
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,18 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
 
 
 # promise: chat-template
+# promise: chat-tools
+def test_chatml_without_a_place_for_tools_gets_one_for_conversations_with_tools(stories: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(stories, tmp_path / "chatml")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    one = SamplingParams(max_tokens=1)
+    with LLM(str(folder), num_gpu_blocks_override=150, hf_overrides={"max_position_embeddings": 2048}) as llm:
+        with_tools, without = (llm.chat([{"role": "user", "content": "Hi"}], one, False, tools=tools)[0].prompt for tools in ([tool], None))
+    assert with_tools is not None and '"name": "weather"' in with_tools
+    assert without == "<|im_start|>user\nHi<|im_end|>"
+
+
 def test_a_chat_template_file_wins_over_the_models_own(stories: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("One day, " + TEMPLATE.removeprefix("{{ bos_token }}"))
     with LLM(stories, chat_template=str(tmp_path / "mine.jinja"), num_gpu_blocks_override=20) as llm:
