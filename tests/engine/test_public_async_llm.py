@@ -37,7 +37,7 @@ async def is_idle_soon(engine: AsyncLLM) -> None:
     def idle() -> bool:
         return (stats(engine).running, stats(engine).waiting) == (0, 0) and not engine._requests and not engine._thread._feeds
 
-    await until(idle, 5.0, "a request still runs")
+    await until(idle, "a request still runs")
 
 
 def run(engine: AsyncLLM, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -103,7 +103,7 @@ def test_a_request_that_is_aborted_gives_a_last_output_that_says_so(engine: Asyn
                     found.append(output)
 
             task = asyncio.create_task(read())
-            await until(lambda: stats(engine).running == 1, 5.0)
+            await until(lambda: stats(engine).running == 1)
             await engine.abort(["long", "nobody's"])
             await task
             assert found[-1].finished and found[-1].outputs[0].finish_reason == "abort" and len(found[-1].outputs) == 1
@@ -122,7 +122,7 @@ def test_leaving_a_loop_or_a_task_ends_the_request(engine: AsyncLLM) -> None:
                 assert not output.finished
                 break
         task = asyncio.create_task(outputs(engine, LONG))
-        await until(lambda: stats(engine).running == 1, 5.0)
+        await until(lambda: stats(engine).running == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -173,7 +173,7 @@ def test_shutdown_ends_what_is_open_and_the_process_and_later_calls_say_so(endle
 
     async def main() -> None:
         task = asyncio.create_task(outputs(engine, with_kind(RequestOutputKind.FINAL_ONLY, LONG)))
-        await until(lambda: stats(engine).running == 1, 10.0)
+        await until(lambda: stats(engine).running == 1)
         engine.shutdown()
         with pytest.raises(UnavailableError, match="shutting down"):
             await task

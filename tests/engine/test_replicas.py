@@ -23,13 +23,13 @@ THREE = Serving(engines=3, max_restarts=100, beat_timeout=1.5)
 
 
 def questions() -> list[Ask]:
-    """One of each kind: seeded and not, samples, penalties, stops, logprobs, of the prompt too, a long prompt, an early end."""
+    """Two of each kind: seeded and not, samples, penalties, stops, logprobs, of the prompt too, a long prompt, an early end."""
     kinds: list[dict[str, Any]] = [
         {}, {"seed": None}, {"temperature": 0}, {"n": 3}, {"n": 2, "seed": None, "logprobs": 2}, {"repetition_penalty": 1.3},
         {"min_tokens": 20, "stop_token_ids": [5, 6, 7]}, {"prompt_logprobs": 1}, {"bad_words": ["the"]}, {"stop": ["once", "the", "a"]},
     ]  # fmt: skip
     prompts = [[1, 2, 3], list(range(3, 120)), [7]]
-    return [ask(prompts[number % 3], 40 + number, **kind) for number, kind in enumerate(kinds)]
+    return [ask(prompts[number % 3], 40 + number, **kind) for number, kind in enumerate(kinds * 2)]
 
 
 def samples(deltas: list[TextDelta]) -> dict[int, tuple[str, list[int], str | None, int]]:
@@ -51,7 +51,7 @@ def kill(llm: AsyncLLM, engine: int, how: signal.Signals = signal.SIGKILL) -> No
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -> None:
     async def main() -> None:
-        async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
+        async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=32) as llm:
             quiet = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in questions()))]
             llm._count, counted = 0, llm.stats.generation_tokens  # the same numbers again, so the same noise without a seed
             streams = [asyncio.create_task(read(llm, each)) for each in questions()]
