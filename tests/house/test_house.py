@@ -119,7 +119,7 @@ def test_decisions_have_three_lines() -> None:
 def test_the_page_of_promises_lists_the_tests_that_prove_them() -> None:
     page, found = status.PAGE.read_text(), status.proofs(status.read_tests(ROOT / "tests"))
     sections = list(dict.fromkeys(promise.section for promise in status.promises(page)))
-    assert sections == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
+    assert sections == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "Beyond other engines"]
     assert status.offences(page, found) == []
     assert status.written(page, found) == page, "run: python docs/status.py"
 
