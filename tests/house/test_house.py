@@ -66,12 +66,12 @@ def test_imports_point_down_only() -> None:
 
 def test_no_modules_import_each_other() -> None:
     """Also not by imports inside functions. Those under `if TYPE_CHECKING` do not run."""
-    assert house.circles(house.import_graph(house.sources(ROOT), with_types=False)) == []
+    assert house.cycles(house.import_graph(house.sources(ROOT), with_types=False)) == []
 
 
-def test_the_page_of_figures_counts_the_circles_of_today() -> None:
+def test_the_page_of_figures_counts_the_import_cycles_of_today() -> None:
     files, page = house.sources(ROOT), (ROOT / "docs/house.md").read_text()
-    counts = {title: len(house.circles(house.import_graph(files, with_types))) for title, with_types in house.CIRCLES.items()}
+    counts = {title: len(house.cycles(house.import_graph(files, with_types))) for title, with_types in house.CYCLES.items()}
     assert house.written(page, [house.Figure(title, count, []) for title, count in counts.items()]) == page
 
 
