@@ -1,11 +1,11 @@
 """Counts what docs/house.md says about the source, on the tree of any commit.
 
     python docs/house.py                  prints the figures of this tree
-    python docs/house.py --tree FOLDER    prints those of another one, for example a git worktree
-    python docs/house.py --names          lists also what was counted
+    python docs/house.py --tree FOLDER    prints the figures of another tree, for example a git worktree
+    python docs/house.py --names          also lists what was counted
     python docs/house.py --write          writes the figures into the column "today" of docs/house.md
 
-The files of a request are found by serving the default model. That takes the packages of this environment and, in the tree, the
+The files of a request are found by serving the default model. This needs the packages of this environment and, in the tree, the
 native library (`make native`). Everything else is read from the source.
 """
 
@@ -28,11 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/house.md"
 SHORT = 40  # lines
-IDLE_SECONDS, END_SECONDS = 3, 1  # without a request; for what follows the last chunk
+IDLE_SECONDS, END_SECONDS = 3, 1  # without a request; for what runs after the last chunk
 KERNELS = ("octavo/kernels/", "octavo/native/")
 # Names of a dense layer's matrices, in a checkpoint and here, and the keys of a config.json that give their sizes.
 LAYER_WORDS = re.compile(r"\b([qkvo]_proj|gate_proj|up_proj|down_proj|gate_up|intermediate_size|num_key_value_heads)\b")
-CIRCLES = {"Import circles": False, "Import circles, imports for types included": True}  # title -> whether those for types count
+CYCLES = {"Import cycles": False, "Import cycles, with imports for types": True}  # title -> whether those for types count
 STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # where an import can stand
 READY = re.compile(r"Octavo is ready: (http://\S+)")
 
@@ -76,7 +76,7 @@ def short_files(files: dict[str, str]) -> list[str]:
 
 
 def layer_files(files: dict[str, str]) -> list[str]:
-    """Files whose code says what matrices a dense layer has. Words in comments and docstrings do not count."""
+    """Files whose code lists the matrices of a dense layer. Words in comments and docstrings do not count."""
     return [path for path, text in files.items() if not path.startswith(KERNELS) and LAYER_WORDS.search(code_alone(text))]
 
 
@@ -103,7 +103,7 @@ def parsed(text: str) -> ast.Module:
 
 
 def import_graph(files: dict[str, str], with_types: bool) -> Graph:
-    """Imports of modules by modules, wherever in a file they stand. `with_types`: also those under `if TYPE_CHECKING`."""
+    """Imports of modules by modules, anywhere in a file. `with_types`: also those under `if TYPE_CHECKING`."""
     names = {module_name(path) for path in files}
     graph: Graph = {}
     for path, text in files.items():
@@ -139,8 +139,8 @@ def with_one_importer(graph: Graph) -> list[str]:
     return sorted(name for name in graph if importers.count(name) == 1)
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Groups of modules that import each other, directly or by way of others."""
+def cycles(graph: Graph) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
     reach = {name: _reachable(graph, name) for name in graph}
     groups = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph if name in reach[name]}
     return [list(group) for group in sorted(groups)]
@@ -228,8 +228,8 @@ def figures(tree: Path) -> list[Figure]:
         f"Files of at most {SHORT} lines": short_files(files),
         "Modules with one importer": with_one_importer(import_graph(files, with_types=True)),
         "Files that a request runs through": request_files(tree),
-        "Files that spell a dense layer": layer_files(files),
-        **{title: [" <-> ".join(circle) for circle in circles(import_graph(files, types))] for title, types in CIRCLES.items()},
+        "Files that describe a dense layer": layer_files(files),
+        **{title: [" <-> ".join(cycle) for cycle in cycles(import_graph(files, types))] for title, types in CYCLES.items()},
     }
     return [
         Figure("Lines without kernels", lines_without_kernels(files), []),

@@ -66,12 +66,12 @@ def test_imports_point_down_only() -> None:
 
 def test_no_modules_import_each_other() -> None:
     """Also not by imports inside functions. Those under `if TYPE_CHECKING` do not run."""
-    assert house.circles(house.import_graph(house.sources(ROOT), with_types=False)) == []
+    assert house.cycles(house.import_graph(house.sources(ROOT), with_types=False)) == []
 
 
-def test_the_page_of_figures_counts_the_circles_of_today() -> None:
+def test_the_page_of_figures_counts_the_import_cycles_of_today() -> None:
     files, page = house.sources(ROOT), (ROOT / "docs/house.md").read_text()
-    counts = {title: len(house.circles(house.import_graph(files, with_types))) for title, with_types in house.CIRCLES.items()}
+    counts = {title: len(house.cycles(house.import_graph(files, with_types))) for title, with_types in house.CYCLES.items()}
     assert house.written(page, [house.Figure(title, count, []) for title, count in counts.items()]) == page
 
 
@@ -119,7 +119,7 @@ def test_decisions_have_three_lines() -> None:
 def test_the_page_of_promises_lists_the_tests_that_prove_them() -> None:
     page, found = status.PAGE.read_text(), status.proofs(status.read_tests(ROOT / "tests"))
     sections = list(dict.fromkeys(promise.section for promise in status.promises(page)))
-    assert sections == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
+    assert sections == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "Beyond other engines"]
     assert status.offences(page, found) == []
     assert status.written(page, found) == page, "run: python docs/status.py"
 

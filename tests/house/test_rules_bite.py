@@ -35,7 +35,7 @@ def test_layers_refuse_a_room_they_do_not_know() -> None:
     assert "not in the table" in rules.layer_offences(Module("octavo/attic/box.py", ""), {})[0]
 
 
-def test_circles_are_found_however_long_and_wherever_the_import_stands() -> None:
+def test_import_cycles_are_found_of_any_length_and_anywhere_in_a_file() -> None:
     files = {
         "octavo/a.py": "from octavo import b",
         "octavo/b/__init__.py": "from . import c",
@@ -46,8 +46,8 @@ def test_circles_are_found_however_long_and_wherever_the_import_stands() -> None
         "octavo/g.py": "import torch",
     }
     ring, pair = ["octavo.a", "octavo.b", "octavo.b.c"], ["octavo.d", "octavo.e"]
-    assert house.circles(house.import_graph(files, with_types=False)) == [ring]
-    assert house.circles(house.import_graph(files, with_types=True)) == [ring, pair]
+    assert house.cycles(house.import_graph(files, with_types=False)) == [ring]
+    assert house.cycles(house.import_graph(files, with_types=True)) == [ring, pair]
     assert house.with_one_importer(house.import_graph(files, with_types=False)) == ["octavo.b", "octavo.b.c", "octavo.e", "octavo.g"]
 
 

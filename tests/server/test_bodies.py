@@ -219,7 +219,7 @@ def test_a_conversation_of_too_many_messages_is_refused_by_their_number(server: 
     assert server.ask("POST", "/tokenize", {"messages": [message] * 16_384}).status == 200
 
 
-@pytest.mark.timed("how long others wait beside large bodies")
+@pytest.mark.timed("how long other clients wait next to large bodies")
 def test_large_bodies_of_mistakes_do_not_hold_up_others(server: ServerProcess) -> None:
     """Many wrong items, names that nobody knows, and answers that are longer than their questions."""
     bodies = [

@@ -14,14 +14,14 @@ FORMS = ("regex that opens classes", "regex that counts", "grammar of empty line
 ANSWERS = ("logprobs, streamed", "stop strings", "streams that nobody reads")
 
 
-@pytest.mark.timed("how long others wait beside heavy requests")
+@pytest.mark.timed("how long other clients wait next to heavy requests")
 def test_no_field_of_any_route_can_be_filled_so_that_others_wait(endless: str) -> None:
     with Storm(endless, full=2**20, patience=1.5, shapes=2) as storm:
         storm.try_fields(((1, 128), (256, 1)))
         storm.check()
 
 
-@pytest.mark.timed("how long others wait beside heavy answers")
+@pytest.mark.timed("how long other clients wait next to heavy answers")
 def test_no_answer_is_so_hard_or_large_that_others_wait() -> None:
     with Storm(None, full=2**20, patience=1.5) as storm:
         storm.try_forms(FORMS, ((1, 1), (1, 128), (16, 1)))

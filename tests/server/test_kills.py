@@ -64,7 +64,7 @@ def test_an_engine_that_dies_or_stops_ends_streams_with_an_error_and_is_started_
         assert gone({engine})
 
 
-@pytest.mark.timed("how soon every API process gets the news")
+@pytest.mark.timed("how soon every API process knows of the death")
 def test_every_api_process_hears_of_the_engines_death_in_time(endless: str) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env=SLOW) as server:
         engine = _engine(server)

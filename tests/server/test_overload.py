@@ -137,7 +137,7 @@ def test_what_takes_longer_than_a_request_may_is_ended(endless: str) -> None:
 CHUNK, CHUNKS = 16, 200
 
 
-@pytest.mark.timed("the p99 of the time to first token beside a long prompt")
+@pytest.mark.timed("the p99 of the time to first token next to a long prompt")
 def test_a_prompt_of_two_hundred_chunks_keeps_nobody_waiting_and_is_not_starved(record_property: Callable[[str, object], None]) -> None:
     flags = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--num-gpu-blocks-override", "2000")
     with ServerProcess(WATCHED, *flags, env={"OCTAVO_DEBUG": "runner=fake,forward.sleep=10", "OCTAVO_LOG_LEVEL": "ERROR"}) as server:

@@ -149,7 +149,7 @@ def test_a_form_that_takes_for_ever_costs_its_own_request_alone(server: ServerPr
     assert another != child and not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.timed("how long others wait beside heavy grammars")
+@pytest.mark.timed("how long other clients wait next to heavy grammars")
 def test_heavy_forms_hold_up_nobody(server: ServerProcess) -> None:
     """Each of them took seconds in the event loop, or in a step of the engine, for every prompt or sample."""
     schema = {"name": "x", "schema": {"type": "string", "pattern": "[" * 16_000}}
