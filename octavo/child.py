@@ -1,4 +1,4 @@
-"""Helps with child processes: starts, watches and restarts them, ends them with their parent, and gives freed memory back."""
+"""Helps with child processes: starts, watches and restarts them, ends them with their parent, and returns freed memory."""
 
 import ctypes
 import os
@@ -41,14 +41,14 @@ def is_stopped(pid: int) -> bool:
 
 
 class CpuWait:
-    """Sees whether a process wants to run and gets no CPU. Then it is silent because the machine is busy, and not because it hangs."""
+    """Detects that a process wants to run and gets no CPU. Then it is silent because the machine is busy, not because it hangs."""
 
     def __init__(self, pid: int) -> None:
         self._main_thread = Path(f"/proc/{pid}/task/{pid}/stat")
         self._used = ""  # CPU time at the last look
 
     def lasts(self) -> bool:
-        """Whether the main thread has had no CPU since the last look, and waits for one now. False where the system does not tell."""
+        """Returns whether the main thread has had no CPU since the last look and waits for one now. False if the system does not say."""
         try:
             state, *numbers = self._main_thread.read_text().rpartition(") ")[2].split()
         except OSError:
@@ -58,7 +58,7 @@ class CpuWait:
 
 
 def give_back_freed_memory() -> None:
-    """Gives memory that this process has freed back to the system. malloc would keep much of it."""
+    """Returns memory that this process has freed to the system. malloc would keep much of it."""
     with suppress(OSError, AttributeError):  # another C library has no such call
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,6 +1,7 @@
 """`LLM`: the offline API. Text becomes ids here, the engine works on ids, and ids become text here again.
 
-Threads share it in turns. A turn is one step, and brings news to every call and stream; whoever lacks news takes the next one.
+Threads share it in turns. A turn is one step, which brings updates to every call and stream. A thread without updates takes the next
+turn.
 """
 
 import inspect
@@ -199,7 +200,7 @@ class LLM:
         return self._core.scheduler.limits.max_model_len
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks but those of pinned prefixes. Blocks that are in use are not found again."""
+        """Forgets all cached blocks except those of pinned prefixes. Blocks in use are not found again."""
         with self._turn():
             self._core.scheduler.kv.pool.forget()
 
@@ -279,8 +280,8 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """A context in which this thread alone has the engine. No thread stays in it longer than a step takes."""
-        self._check_process()  # a lock that another thread held when this process was forked would never come free
+        """Returns a context in which only this thread uses the engine. No thread stays in it longer than a step takes."""
+        self._check_process()  # a lock that another thread held when this process was forked would never be released
         with self._lock:
             if self._engine is not None:
                 self._engine.scheduler.pins.expire()
@@ -291,9 +292,9 @@ class LLM:
                     self._chores.popleft()()
 
     def _in_a_turn(self, chore: Callable[[], None]) -> None:
-        """Does some work in a turn of its own, or at the end of this one if a finalizer or a signal handler calls it during a step."""
+        """Runs some work in a turn of its own, or at the end of this turn if a finalizer or a signal handler calls it during a step."""
         if os.getpid() != self._process:
-            return  # the engine is not this process's to change
+            return  # the engine belongs to another process
         self._chores.append(chore)
         if not self._lock.is_mine:
             with self._turn():
@@ -314,9 +315,9 @@ class LLM:
         self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: Reader,
         beams: Beams | None = None, pin: PinOrder | None = None,
     ) -> None:  # fmt: skip
-        """Gives requests to the engine, all before its next step."""
-        spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
-        checked: StructuredOutputsParams | None = None  # the newest form, which the prompts of one call often share
+        """Passes requests to the engine, all before its next step."""
+        spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words as ids, encoded once for all prompts that share them
+        checked: StructuredOutputsParams | None = None  # the newest grammar, which the prompts of one call often share
         with self._turn():
             for index, request_id in enumerate(ids):
                 with prompt_named(index):
@@ -357,7 +358,7 @@ class LLM:
         try:
             with DeferredInterrupt():
                 self._add(ids, encoded, params, [0] * len(ids), reader)
-            while len(reader.finished) < len(ids) or reader.news:  # in this order: another thread may bring the last news between the two
+            while len(reader.finished) < len(ids) or reader.news:  # in this order: the last may come between the two
                 if not reader.news:
                     with DeferredInterrupt():
                         self._pump()
@@ -367,7 +368,7 @@ class LLM:
             self._in_a_turn(partial(self._drop, ids))
 
     def _pump(self) -> None:
-        """Makes one step. Its news go to all who wait for them, also in other threads and in streams that are not read now."""
+        """Runs one step. Its updates go to all readers, also in other threads and in streams that are not being read."""
         with self._turn():
             if self._engine is None:
                 raise EngineError("this LLM is closed: that happened while this call was under way")
@@ -375,7 +376,7 @@ class LLM:
                 self._outputs.give(self._engine.step())
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        """Ends requests, whatever their state, and forgets them."""
+        """Ends and forgets requests in any state."""
         for request_id in request_ids:
             if self._engine is not None:
                 self._engine.abort(request_id)

@@ -1,7 +1,7 @@
 """How the next token is chosen: `SamplingParams`, or how a whole answer is: `BeamSearchParams`.
 
-Both are checked at construction, and `SamplingParams` at each assignment. Checks are about type, finiteness and meaning only. What
-depends on a model (vocabulary, context) or on a server's caps is checked at the door that knows it.
+Both are checked at construction, and `SamplingParams` at each assignment. These checks cover type, finiteness and meaning only. Limits
+that depend on a model (vocabulary, context) or on a server are checked where they are known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ LEAST_FLOAT = float.fromhex("0x1p-126")
 
 
 class _UnsetInt(int):
-    """A default that can be told from the same number given by the user: a model's own defaults may take its place."""
+    """A default that differs from the same number set by the user: a model's own default may replace it."""
 
 
 class _UnsetFloat(float):
@@ -144,7 +144,7 @@ class SamplingParams:
         return self.with_defaults({"max_tokens": None})
 
     def with_defaults(self, values: Mapping[str, object]) -> "SamplingParams":
-        """The same, with `values` in the fields that nobody has set."""
+        """Returns the same parameters, with `values` in the fields that the user has not set."""
         wanted = {name: value for name, value in values.items() if is_unset(getattr(self, name))}
         return replace(self, **wanted) if wanted else self  # type: ignore[arg-type]
 

@@ -1,11 +1,11 @@
-"""`AsyncLLM`: engines in processes of their own, for asyncio. Text becomes ids before it and ids become text in it.
+"""`AsyncLLM`: engines in processes of their own, for asyncio. Prompts arrive as ids, and answers leave as text.
 
-    start      supervisors start the engine processes, or engines that another process supervises are joined
-    generate   checked here, sent to one engine; news come back by the step, are turned into text and wait for their reader
-    watch      pings, and looks for signs of life: an engine that is silent or stuck is as good as dead
+    start      supervisors start the engine processes, or this process connects to engines that another process supervises
+    generate   checks a request and sends it to one engine; updates arrive once per step, become text and wait for their reader
+    watch      sends heartbeats and checks the engines': an engine that is silent or stuck is as good as dead
 
-With several engines, `Placing` says which of them gets a request. If that one dies, the request goes on in another one with all the
-tokens that have come, and its reader sees a pause. With one engine, the death of that one ends all open requests.
+With several engines, `Placing` chooses the engine of a request. If that engine dies, the request continues in another one with all
+tokens received so far, and its reader sees a pause. With one engine, its death ends all open requests.
 """
 
 import asyncio
@@ -37,36 +37,36 @@ from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
 TICK_SECONDS = 0.25
-MOST_LOSSES = 2  # a request that loses so many engines in a row, and gets no token between, may be what kills them
+MOST_LOSSES = 2  # a request that loses so many engines in a row without a token in between may be the cause
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One prompt, ready to be sent to the engine."""
 
-    prompt: str | None  # its text, where it has one
+    prompt: str | None  # its text, if it has one
     prompt_token_ids: list[int]
     params: SamplingParams
-    priority: int = 0  # lower runs first, where scheduling_policy is priority
-    cache_salt: str = ""  # prompts of different salts share no block
-    timeout: float | None = None  # seconds; past them, DeadlineError
-    label: str = ""  # what watchers call it
-    bad_words: list[list[int]] | None = None  # params.bad_words as token ids; None: they are still to be spelled
-    beams: Beams | None = None  # it is answered by beam search
-    pin: PinOrder | None = None  # its prompt is held when it is computed
-    engine: int | None = None  # the only one that it may go to
+    priority: int = 0  # lower runs first, if scheduling_policy is priority
+    cache_salt: str = ""  # prompts with different salts share no blocks
+    timeout: float | None = None  # seconds; then DeadlineError
+    label: str = ""  # the name that watchers see
+    bad_words: list[list[int]] | None = None  # params.bad_words as token ids; None: not encoded yet
+    beams: Beams | None = None  # answer it by beam search
+    pin: PinOrder | None = None  # pin its blocks when it is computed
+    engine: int | None = None  # the only engine that it may go to
 
 
 class AsyncLLM:
-    """Engines to use from one event loop. Call `start` first and `close` last."""
+    """Engines for one event loop. Call `start` first and `close` last."""
 
     def __init__(
         self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
         address: str | None = None, text: TextSide | None = None, pins: PinBook | None = None,
     ) -> None:  # fmt: skip
-        """`on_dead`: called with the reason if no engine will come back. `address`: of engines that another process supervises.
+        """`on_dead` is called with the reason if no engine will come back. `address`: of engines that another process supervises.
 
-        `pins`: the book that all API processes share. Without it, this process has its own.
+        `pins`: the registry that all API processes share. Without it, this process has its own.
         """
         text = text or open_text_side(config)
         self.config = config
@@ -79,7 +79,7 @@ class AsyncLLM:
         self._on_dead = on_dead
         self._folder = SocketFolder() if address is None else None
         self.address = address or self._folder.address  # type: ignore[union-attr]
-        self.name = secrets.token_hex(4)  # of this process on the sockets of engines, and at the head of every request id
+        self.name = secrets.token_hex(4)  # this process's name on the engines' sockets, and the prefix of every request id
         self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
         self._placing = Placing(self._serving.engines, self._serving.routing, config.enable_prefix_caching)
@@ -101,7 +101,7 @@ class AsyncLLM:
 
     @property
     def num_open(self) -> int:
-        """The number of requests that somebody waits for."""
+        """The number of requests that have a reader."""
         return len(self._streams)
 
     @property
@@ -118,7 +118,7 @@ class AsyncLLM:
 
     @property
     def facts(self) -> EngineFacts:
-        """The facts of the first engine that was ready; all have the same limits."""
+        """The runtime config of the first engine that was ready; all have the same limits."""
         return next(replica.facts for replica in self.replicas if replica.facts is not None)
 
     @property
@@ -134,9 +134,9 @@ class AsyncLLM:
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Waits until all engines are ready. One is enough if another process supervises them, or if the others are a reserve.
+        """Waits until all engines are ready. One is enough if another process supervises them, or if the others are spares.
 
-        Raises what kept them from starting.
+        Raises the error that kept them from starting.
         """
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         limit = frame_limit(self.config, self._text.model)
@@ -153,7 +153,7 @@ class AsyncLLM:
         return orders_of(self._text, self.config, self._serving, replica.number, replica.address, self._digest_key, self.replicas[0].facts)
 
     async def drain(self, seconds: float) -> int:
-        """Takes no new requests and waits for the open ones, for some time. Returns how many did not end."""
+        """Accepts no new requests and waits for the open ones, for some time. Returns how many did not end."""
         self._draining = True
         deadline = time.monotonic() + seconds
         while self._streams and time.monotonic() < deadline:
@@ -176,22 +176,22 @@ class AsyncLLM:
             self._folder.remove()
 
     async def restart(self, seconds: float) -> None:
-        """Replaces the engines, one after the other. Requests that are open after `seconds` go on in another engine."""
+        """Replaces the engines, one after the other. Requests that are open after `seconds` continue in another engine."""
         assert self._folder is not None and len(self.replicas) > 1
         for replica in self.replicas:
-            if replica.is_ready:  # else it is being started again anyway
+            if replica.is_ready:  # otherwise it is being restarted anyway
                 logger.info("Engine %d gets no new requests: it is replaced", replica.number)
                 await replica.replace(seconds)
                 logger.info("Engine %d is ready again", replica.number)
 
     async def reset_prefix_cache(self) -> None:
-        """Makes the engines forget all cached blocks before the next request. Blocks that are in use are not found again."""
+        """Makes the engines forget all cached blocks before the next request. Blocks in use are not found again."""
         for replica in self.replicas:
-            if replica.is_there or len(self.replicas) == 1:  # of several, one that is being started has an empty cache anyway
+            if replica.is_there or len(self.replicas) == 1:  # an engine that is being restarted has an empty cache anyway
                 replica.send(ResetPrefixCache())
 
     def view(self, engine: int = 0) -> AsyncGenerator[ViewFrame, None]:
-        """Gives frames of what an engine does, to one reader at a time. The first is full, also after a new start of the engine."""
+        """Yields frames of an engine, to one reader at a time. The first frame, and the first after a restart of the engine, is full."""
         assert self._serving.inspector
         return self.replicas[engine].view.frames()
 
@@ -204,9 +204,9 @@ class AsyncLLM:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
-        """Gives the news since the last item, one delta for each sample that has any. Leaving the iteration aborts the request.
+        """Yields the updates since the last item, one delta for each sample that has any. Leaving the iteration aborts the request.
 
-        Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item where it can.
+        Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item if possible.
         """
         stream = self._submit(ask)
         try:
@@ -245,7 +245,7 @@ class AsyncLLM:
         stream.fail(error)
 
     def _drop(self, stream: Stream) -> None:
-        """Forgets a request that nobody reads any more."""
+        """Forgets a request that has no reader any more."""
         del self._streams[stream.request_id]
         for replica in self.replicas:
             replica.view.remember(stream.request_id, stream.label)
@@ -265,7 +265,7 @@ class AsyncLLM:
             return  # no engine has it
         try:
             replica.send(Abort(request_id, index))
-        except UnavailableError:  # then it ends there by itself
+        except UnavailableError:  # then the request ends there by itself
             logger.debug("could not abort %s: the engine cannot be reached", request_id)
 
     def _fail_all(self, error: OctavoError) -> None:
@@ -281,7 +281,7 @@ class AsyncLLM:
     # --- requests that move ------------------------------------------------------------------------------------------
 
     def _move(self, trip: Trip, reason: str) -> None:
-        """Lets a request go on in another engine, because it has lost its own."""
+        """Lets a request that has lost its engine continue in another one."""
         stream = self._streams.get(trip.request.request_id)
         if stream is None or stream.over:
             self._placing.done(trip.request.request_id)
@@ -295,12 +295,12 @@ class AsyncLLM:
         self._place(trip)
 
     def _place(self, trip: Trip) -> None:
-        """Sends a request to an engine. Where there are several and none can be reached, it waits here for the first that can."""
+        """Sends a request to an engine. If there are several and none can be reached, the request waits here for the first that can."""
         unreachable = set[int]()
         while replica := self._placing.choose(trip, self.replicas, unreachable | trip.full):
             try:
                 replica.send(Add(trip.request, moved=trip.resumed > 0))
-            except UnavailableError:  # it has died, and nobody has noticed yet
+            except UnavailableError:  # its death has not been noticed yet
                 if len(self.replicas) == 1:
                     raise
                 unreachable.add(replica.number)
@@ -310,14 +310,14 @@ class AsyncLLM:
         self._placing.park(trip)
 
     def _find_room(self, request_id: str) -> bool:
-        """Sends a request that an engine has no room for to another one. Returns False if all have refused it."""
+        """Sends a request that an engine has no room for to another one. Returns False if all engines have refused it."""
         trip = self._placing.refused(request_id)
         if len(trip.full) == len(self.replicas) or trip.engine is not None:
             return False
         self._place(trip)
         return True
 
-    # --- what engines say --------------------------------------------------------------------------------------------
+    # --- messages of engines ---------------------------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica) -> None:
         assert replica.facts is not None
@@ -376,12 +376,12 @@ class AsyncLLM:
         elif self._on_dead is not None:
             self._on_dead(error)
 
-    # --- whether they live -------------------------------------------------------------------------------------------
+    # --- whether they are alive ------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         last, slept = time.monotonic(), 0.0
         while True:
-            for replica in self.replicas:  # if this process was stopped itself, nothing was heard because nobody listened
+            for replica in self.replicas:  # if this process itself was stopped, it could not receive heartbeats
                 replica.check(slept if slept > TICK_SECONDS + 1 else 0.0)
             await asyncio.sleep(TICK_SECONDS)
             for trip in self._placing.waiting():
@@ -391,7 +391,7 @@ class AsyncLLM:
             slept, last = time.monotonic() - last, time.monotonic()
 
     def _keep_folder(self) -> None:
-        """Makes the folder of the sockets again if it is gone. The next engine and processes that join this one need it."""
+        """Restores the folder of the sockets if it is gone. The next engine and processes that connect to this one need it."""
         if self._folder is not None:
-            with suppress(OSError):  # who needs it will say so
+            with suppress(OSError):  # whoever needs the folder reports its absence
                 self._folder.make_again()

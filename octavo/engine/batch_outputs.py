@@ -1,4 +1,4 @@
-"""What a call of `LLM` gets back: updates and results of its requests as they come, and results in the form that users get."""
+"""Outputs of a call of `LLM`: updates and results of its requests as they arrive, and results in the user's form."""
 
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -10,10 +10,10 @@ from octavo.text.tokenizer import Tokenizer
 
 
 class Reader:
-    """The news that a call or a stream gets about its requests, from whatever thread."""
+    """Receives the updates of the requests of one call or stream, in any thread."""
 
     def __init__(self, progress: GenerateProgress | None = None) -> None:
-        self.news: deque[TextDelta] = deque()  # of a stream: not yet read
+        self.news: deque[TextDelta] = deque()  # of a stream: not read yet
         self.finished: dict[str, RequestOutput] = {}
         self._progress = progress
 

@@ -1,14 +1,14 @@
-"""The view: what pool and scheduler do, gathered while somebody watches.
+"""The view: the state of pool and scheduler, collected while a client watches.
 
-    kv.on_seal ────────┐   always: what a cached block holds nobody else knows
-    core.trace ────────┤   always: the figures of each step, for the timeline of whoever comes later (step_log.py)
+    kv.on_seal ────────┐   always: nothing else knows the content of a cached block
+    core.trace ────────┤   always: the figures of each step, for timelines that are opened later (step_log.py)
     pool.on_event ─────┤
     pins.on_change ────┤
     scheduler.on_end ──┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
 
-A client asks for every frame: one that is slow gets fewer. Between two frames of a client the loop has worked a hundred times as long
-as it takes to gather one, so that watching costs a hundredth, however much there is to see. Nothing that goes wrong in here stops the
-engine: the view is switched off, and whoever watches is told.
+A client requests every frame, so a slow client gets fewer. Between two frames of a client, the loop works a hundred times as long as
+it takes to collect one, so watching costs a hundredth, however much there is to see. An error in here never stops the engine: the view
+is switched off, and its watchers are informed.
 """
 
 import time
@@ -31,7 +31,7 @@ FAILED = "the inspector failed and is switched off until the engine is started a
 
 
 class NoView:
-    """A view that nobody may watch."""
+    """A view that cannot be watched."""
 
     def ask(self, client: str, wanted: Wanted) -> None:
         pass
@@ -46,9 +46,9 @@ class EngineView:
         self._clock, self._start = clock, clock()
         self._started = time.time()
         self._watchers: dict[str, Watcher] = {}  # by client
-        self._is_attached = False  # to what somebody watches
+        self._is_attached = False  # to the hooks, while there are watchers
         self._is_off = False  # it failed
-        self._untold: set[str] = set()  # clients that wait for a frame and are to be told so
+        self._untold: set[str] = set()  # clients that wait for a frame and must be informed of the failure
         kv = self._scheduler.kv
         self._on_event, self._on_end, self._on_seal = kv.pool.on_event, self._scheduler.on_end, kv.on_seal
         self._on_pin = self._scheduler.pins.on_change
@@ -74,7 +74,7 @@ class EngineView:
             self._watchers[client].wants = True
 
     def frames(self, busy: bool) -> list[tuple[str, ViewFrame]]:
-        """Gives frames to those who asked, if there is anything new. `busy`: there will be another opportunity soon."""
+        """Sends frames to the clients that requested one, if there are updates. `busy`: another opportunity follows soon."""
         found: list[tuple[str, ViewFrame]] = []
         if self._watchers:
             self._try(self._gather, busy, found)
@@ -96,7 +96,7 @@ class EngineView:
                 found.append((client, frame))
 
     def _try(self, work: Callable[..., None], *arguments: object) -> None:
-        """Does some work of the view. An error turns the view off, and the engine goes on."""
+        """Runs some work of the view. An error turns the view off, and the engine continues."""
         if self._is_off:
             return
         try:
@@ -217,7 +217,7 @@ class EngineView:
 
 
 def _events_of(plan: StepPlan, scheduler: Scheduler) -> list[EventWords]:
-    """Returns the events of a plan: sequences that came in with a hit, forks, copies of blocks. Most steps have none."""
+    """Returns the events of a plan: admissions with a prefix hit, forks, block copies. Most steps have none."""
     if not (plan.row_writes or plan.row_forks or plan.copies):
         return []
     events: list[EventWords] = []

@@ -1,4 +1,4 @@
-"""From asks to answers: the news of all prompts in one stream, collected or written as chunks, and the usage of the request."""
+"""Turns asks into answers: merges the updates of all prompts into one stream, collects or streams them, and counts the usage."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def respond(request: Request, server: Server, answer: Answer, stream: bool
 
 
 async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str], watch: Watch) -> News:
-    """Yields the news of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
+    """Yields the updates of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
     asks = [replace(ask, label=watch.id) for ask in asks]
     with named(names), watch:
         async with aclosing(_sound_news(llm, asks[0]) if len(asks) == 1 else _mixed_news(llm, asks)) as news:
@@ -134,7 +134,7 @@ class Tally:
         }
 
     def timings(self) -> dict[str, object]:
-        """Returns times in milliseconds, each the longest of all prompts, and why the first prompt's prefix was found or not."""
+        """Returns times in milliseconds, each the longest of all prompts, and why the first prompt's prefix hit ended."""
         spans = [_spans(life) for life in self._lives if life is not None]
         queue, prefill, decode = (round(1000 * max(times), 3) for times in zip(*spans, strict=True)) if spans else (0.0, 0.0, 0.0)
         return {
@@ -148,7 +148,7 @@ class Tally:
         }
 
     def _routed(self) -> dict[str, object]:
-        """Returns, where there are several engines, which one had the first prompt last and why, and how often prompts moved."""
+        """Returns, if there are several engines, which one computed the first prompt last and why, and how often prompts moved."""
         first = self._lives[0]
         if first is None or not first.routing:
             return {}
@@ -181,14 +181,14 @@ class Frame:
         return self._open + choice + close
 
     def last_chunk(self) -> str:
-        """Returns the chunk without choices that has usage and timings, or "" if nobody asked for them."""
+        """Returns the chunk without choices that has usage and timings, or "" if the client did not ask for them."""
         if not (self._usage_last or self._timings):
             return ""
         usage = {"usage": self._tally.usage()} if self._usage_last else {}
         return f"{self._open[:-1]}[],{json.dumps(usage | self._timed())[1:]}\n\n"
 
     def whole(self, choices: Iterable[str]) -> Response:
-        """Returns the answer around its choices. They are JSON already: to write all at once could stop the event loop for a second."""
+        """Returns the answer around its choices, which are JSON already: writing all at once could stop the event loop for a second."""
         end = json.dumps({"usage": self._tally.usage(), **self._timed()})
         return Response(f"{self._open.removeprefix('data: ')}{','.join(choices)}],{end[1:]}", media_type="application/json")
 
@@ -199,7 +199,7 @@ class Frame:
 async def chunk_events(
     news: News, tally: Tally, frame: Frame, choices_of: Callable[[TextDelta], Iterable[str]]
 ) -> AsyncGenerator[str, None]:
-    """Yields the chunks of each news list as one text. `choices_of` writes the news of a delta as JSON."""
+    """Yields the chunks of each update list as one text. `choices_of` writes the choices of a delta as JSON."""
     async with aclosing(news):
         async for deltas in news:
             tally.count(deltas)
@@ -209,7 +209,7 @@ async def chunk_events(
 
 
 async def collect(news: News, tally: Tally, take: Callable[[TextDelta], object]) -> None:
-    """Counts all news, and gives each delta to `take`."""
+    """Counts all updates, and gives each delta to `take`."""
     async with aclosing(news):
         async for deltas in news:
             tally.count(deltas)

@@ -1,11 +1,11 @@
 """Checks grammars before the engine sees them: each one is compiled and tried once, in a child process.
 
-A grammar may run for ever, take all memory, or crash the process. Then the child ends, the request is refused, and the next one gets a
-new child. Verdicts are kept, so a schema that comes with every request is checked once.
+A grammar may run forever, take all memory, or crash the process. Then the child ends, the request is refused, and the next request
+gets a new child. Verdicts are kept, so a schema that comes with every request is checked once.
 
-A verdict depends on the grammar alone: signals show whether the child ended by its own limits of CPU time and memory. If it was stopped or
-killed by somebody else, or got no CPU time, there is no verdict: the client is asked to try again, and nothing is kept. The same
-is true for a request that waits too long for its turn. Clients take turns.
+A verdict depends on the grammar alone: signals show whether the child ended by its own limits of CPU time and memory. If another
+process stopped or killed it, or it got no CPU time, there is no verdict: the client is asked to try again, and nothing is kept. The
+same is true for a request that waits too long for its turn. Clients take turns.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class GrammarChecker:
         def ended(trial: "asyncio.Task[str | None]") -> None:
             del self._trials[digest]
             if not trial.cancelled():
-                trial.exception()  # read, so that asyncio does not complain when all who waited have left
+                trial.exception()  # read, so that asyncio does not complain if every waiting request has left
 
         trial.add_done_callback(ended)
         return trial
@@ -121,7 +121,7 @@ class GrammarChecker:
             raise
 
     def _judged(self, returncode: int) -> str:
-        """Returns what is wrong with a grammar on which the child died. Raises UnavailableError if somebody else killed the child."""
+        """Returns what is wrong with a grammar on which the child died. Raises UnavailableError if another process killed the child."""
         if -returncode in BY_TIME:
             return f"{PARAM} takes more than {self._cpu_seconds:g} s of CPU time to compile"
         if -returncode in BY_SIZE:

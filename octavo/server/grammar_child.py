@@ -1,12 +1,12 @@
 """The process that tries grammars. If a grammar never ends or takes all memory, only this process dies.
 
     in     [2, ["<|im_end|>", ...], ["the", ...]]   CPU seconds for each, the special tokens a grammar may name, pieces of the vocabulary
-           ["regex", "[a-z]+"]                      then one form a line: the field of `StructuredOutputsParams`, and its value
-    out    "ready"                                  then for each form null, or what is wrong with it
+           ["regex", "[a-z]+"]                      then one grammar per line: the field of `StructuredOutputsParams`, and its value
+    out    "ready"                                  then for each grammar null, or what is wrong with it
 
-A form is checked for its limits, compiled, and followed for some tokens, on a vocabulary of all single bytes and the model's first
-pieces, with less stack than the engine has. The system limits memory, and the CPU time that this process itself has used: a grammar
-is not blamed for a busy machine, or for somebody who stops the process. The process ends with its parent.
+A grammar is checked for its limits, compiled, and followed for some tokens, on a vocabulary of all single bytes and the model's first
+pieces, with a smaller stack than the engine has. The system limits memory and the CPU time of this process itself, so a grammar is
+not blamed for a busy machine or a stopped process. The process ends with its parent.
 """
 
 import json

@@ -31,7 +31,7 @@ class Observer:
         self._ticked = 0.0
 
     def watch(self, prefix: str, asks: Sequence[Ask]) -> "Watch":
-        """Returns the watch of a new request. Its id is `prefix` and 128 random bits, so that nobody can guess the id of a record."""
+        """Returns the watch of a new request. Its id is `prefix` and 128 random bits, so that the id of a record cannot be guessed."""
         n = asks[0].params.n
         prompts = [Prompt(len(ask.prompt_token_ids), n) for ask in asks]
         record = Record(prefix + token_hex(16), current_arrival(), n, prompts, [Sample(prompt) for prompt in prompts for _ in range(n)])
@@ -113,7 +113,7 @@ class Watch:
             self._end_prompt(prompt, whole=reason in ("stop", "length"))
 
     def _end_prompt(self, prompt: Prompt, whole: bool) -> None:
-        """Counts a prompt. Its times count only if it came to its end: the patience of a client says nothing of the server."""
+        """Counts a prompt. Its times count only if it was completed: a client's patience says nothing about the server."""
         numbers, life = self._numbers, prompt.life
         if life is not None and life.hit_reason is not None:
             numbers.prefix_lookups.add(1, life.hit_reason)

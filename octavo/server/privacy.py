@@ -1,10 +1,10 @@
-"""Who may read the text of other people's prompts and answers. The same rule holds for the view, records and recordings:
+"""Decides who may read the text of other people's prompts and answers. The rule holds for the view, records and recordings:
 
-    one key set          whoever has the key
-    several keys set     whoever has the admin key
-    no key set           whoever sits at this machine: the server listens on loopback, and no proxy passed the request on
+    one key set          every client with the key
+    several keys set     every client with the admin key
+    no key set           every client on this machine: the server listens on loopback, and no proxy forwarded the request
 
-Everybody else sees blocks without text. A server without a key that other machines can reach shows text to nobody but the admin key.
+All other clients see blocks without text. If other machines can reach a server without a key, only the admin key shows text.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from octavo.server_config import ServerConfig
 
 Holder = Literal["nobody", "user", "admin"]  # which valid key a request has
 
-# Headers that proxies, tunnels and content delivery networks add to a request that they pass on.
+# Headers that proxies, tunnels and content delivery networks add to a request that they forward.
 _FORWARDING = frozenset(
     {
         b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for", b"x-original-host",
@@ -40,7 +40,7 @@ def _is_forwarding(name: bytes) -> bool:
 
 
 def recording_has_text(config: ServerConfig) -> bool:
-    """Returns whether `--record` writes text: only if there is somebody who may read it."""
+    """Returns whether `--record` writes text: only if some client may read it."""
     return is_loopback(config.host) or bool(config.api_key) or config.admin_key is not None
 
 

@@ -76,7 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self.pipeline.clear()
-        if self._running is not None:  # uvicorn ends the newest request only
+        if self._running is not None:  # uvicorn ends only the newest request
             _leave(self._running)
         super().connection_lost(exc)
 
@@ -168,11 +168,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "the connection ended before the request did"))
 
     def _probe_client(self) -> bool:
-        """Begins to find out whether a client that has stopped sending still listens. Returns False if that cannot be found out.
+        """Starts to find out whether a client that has stopped sending still reads. Returns False if that is impossible.
 
         The machine of a client that has left answers any bytes with a reset. Before an answer begins, 100 Continue is sent, which
-        means nothing to a client. Later the next bytes of the answer are the probe; if there are none for SILENT_SECONDS, the client
-        counts as gone. HTTP/1.0 has no 100 Continue, so its clients count as gone at once.
+        clients ignore. Later the next bytes of the answer are the probe; if there are none for SILENT_SECONDS, the client counts
+        as gone. HTTP/1.0 has no 100 Continue, so its clients count as gone at once.
         """
         assert self._running is not None
         if self._running.scope["http_version"] == "1.0":
@@ -183,12 +183,12 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _check_probe(self, pause: float, deadline: float, taken_before: int) -> None:
-        """Ends the connection if the client has left, else comes back after `pause`. Each pause is twice as long as the one before,
-        because a machine nearby answers at once and one far away later.
+        """Ends the connection if the client has left; otherwise checks again after `pause`. Each pause is twice as long as the one before,
+        because a machine nearby answers at once and a distant one later.
         """
         state, taken = self._tcp_state()
         if taken > taken_before:
-            deadline = math.inf  # the client has taken bytes: it listens
+            deadline = math.inf  # the client has taken bytes, so it reads
         if state == _TCP_CLOSED or self.loop.time() > deadline:
             self.transport.abort()
             return
@@ -306,7 +306,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _leave(cycle: RequestResponseCycle) -> None:
-    """Ends a request as if its client had left: its route is told, and what the route still writes is not sent."""
+    """Ends a request as if its client had left: its route is informed, and further output of the route is not sent."""
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()

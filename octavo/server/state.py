@@ -1,4 +1,4 @@
-"""The server's state, which every route gets: the engine, the settings, and what lives as long as the server."""
+"""The server's state, which every route gets: the engine, the settings, and the objects that live as long as the server."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Server:
     model_name: str  # what clients call the model
     observer: Observer = field(default_factory=Observer)
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False  # it was told to stop: open requests may end, no new one begins
+    draining: bool = False  # the server must stop: open requests may end, no new one begins
     open_requests: int = 0
     warned: set[str] = field(default_factory=set)  # unknown fields of requests that were logged once
     recorder: Recorder | None = None

@@ -1,11 +1,11 @@
 """Routes about the server itself.
 
-    /health, /version, /v1/models    whether it serves requests, which Octavo it is, and which model it has
-    /metrics                         what it counts, under the names that vLLM's dashboards know, as text for Prometheus
-    /v1/requests/{id}                what happened to a request, for the client that made it, and for whoever may read text (privacy.py)
-    /v1/view                         what an engine does, as lines of JSON while the client reads (docs/view.md)
+    /health, /version, /v1/models    whether it serves requests, which version of Octavo it is, and which model it has
+    /metrics                         its counters, under the names that vLLM's dashboards know, as text for Prometheus
+    /v1/requests/{id}                the record of a request, for the client that sent it and clients that may read text (privacy.py)
+    /v1/view                         the state of an engine, as lines of JSON while the client reads (docs/view.md)
     /reset_prefix_cache              for the admin
-    /admin/restart                   replaces all engines, where there are several, one after the other; for the admin
+    /admin/restart                   replaces all engines, if there are several, one after the other; for the admin
 """
 
 from collections.abc import Iterable

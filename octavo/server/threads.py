@@ -6,10 +6,10 @@
     tokenize       /tokenize and /detokenize
 
 The threads share the interpreter with the event loop (see `run.SWITCH_SECONDS`); the tokenizer's library releases it while it works.
-The parser of JSON does not: 8 MB of numbers take a fifth of a second, in which the loop stands still. So after a body its thread rests
-for as long as the body took, and whatever small requests wait for is done between two bodies.
-Each thread has its own heap, and the C library keeps what was freed in it. So a second after large work all free memory is given back
-to the system, at most once a second.
+The JSON parser does not: for 8 MB of numbers, the loop stops for a fifth of a second. So after a body its thread rests for as long as
+the body took, and small requests are served between two bodies.
+Each thread has its own heap, and the C library keeps freed memory there. So a second after large work, at most once a second, free
+memory is returned to the system.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Threads:
                 self._give_back_soon()
 
     def _with_rests(self, work: Callable[[], Result]) -> Result:
-        """Does it after a rest that is as long as the work before, counted from the end of that. There is one thread of this kind."""
+        """Runs work after a rest as long as the previous work, counted from its end. There is one thread of this kind."""
         time.sleep(max(0.0, self._rests_until - time.monotonic()))
         start = time.monotonic()
         try:

@@ -33,10 +33,10 @@ from octavo.text.tokenizer import Tokenizer
 
 MOST_WATCHERS = 64  # in this process, of all engines together: ten lines a second to each of them take a tenth of its time
 KEPT_LINES = 50  # some seconds
-YOUNG_LINES = KEPT_LINES // 2  # an opening with no more lines after it is used again: its reader can still catch up
-LIFE_SECONDS = 5.0  # after so long without news an empty line is sent
-RANK_SECONDS = 1.0  # between two lines that tell what ranks do
-LOOK_SECONDS = 0.25  # how often a waiting watcher looks whether the server was told to stop
+YOUNG_LINES = KEPT_LINES // 2  # an opening followed by at most this many lines is used again: its reader can still catch up
+LIFE_SECONDS = 5.0  # an empty line is sent after this long without updates
+RANK_SECONDS = 1.0  # between two lines with the state of ranks
+LOOK_SECONDS = 0.25  # how often a waiting watcher checks whether the server must stop
 BLOCKS_A_LINE = 4096
 
 
@@ -148,7 +148,7 @@ def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any
 
 
 def told_ranks(ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
-    """Returns what ranks are. Their hosts are told where there are several."""
+    """Returns the state of ranks, with their hosts if there are several."""
     several = len({one.host for one in ranks}) > 1
     return [_rank(one) | ({"host": one.host} if several else {}) for one in ranks]
 
@@ -185,23 +185,23 @@ class ViewHub:
         self._engine = engine
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # set, and replaced, with every line
-        self._note: dict[str, Any] | None = None  # what is being played, for watchers who come later, too
+        self._note: dict[str, Any] | None = None  # the current caption, also for watchers that connect later
         self._forget()
 
     def _forget(self) -> None:
         self._state = ViewState()
         self._steps = StepLog()
         self._lines: deque[Line] = deque(maxlen=KEPT_LINES)
-        self._number = 0  # how many lines there have been, also of earlier engines
+        self._number = 0  # number of lines so far, including those of earlier engines
         self._openings: dict[bool, Opening] = {}  # with text, without
         self._trouble: UnavailableError | None = None  # why the engine cannot be watched
         self._offset = 0.0  # our clock minus the engine's
 
     async def lines(self, with_text: bool) -> AsyncGenerator[bytes, None]:
-        """Yields lines until the server is told to stop, all that are new in one piece."""
+        """Yields lines until the server must stop, all new ones in one piece."""
         self._join()
         try:
-            seen, told = -1, 0  # how many lines, and parts of its opening, this watcher has got
+            seen, told = -1, 0  # how many lines, and parts of its opening, this watcher has received
             while not self._server.draining and self._task is not None and not self._task.done():
                 if not self._number:
                     await self._news(LOOK_SECONDS)
@@ -228,8 +228,8 @@ class ViewHub:
         """Sets the caption that watchers see from now on; scene 0: none."""
         note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, **caption}
         self._note = note if scene else None
-        self._openings.clear()  # who comes from now on does not hear this as news
-        if self._number:  # somebody watches
+        self._openings.clear()  # a watcher that connects later gets the caption with its opening, not as an update
+        if self._number:  # there are watchers
             self._add(Line(note))
 
     async def close(self) -> None:
@@ -253,7 +253,7 @@ class ViewHub:
             self._forget()
 
     async def _take_all(self, before: "asyncio.Task[None] | None") -> None:
-        """Takes in all frames of the engine. `before`: an earlier subscription, which must have ended first."""
+        """Receives all frames of the engine. `before`: an earlier subscription, which must have ended first."""
         if before is not None:
             await asyncio.wait({before})
         pieces = Pieces(self._server.llm.text_tokenizer)
@@ -285,7 +285,7 @@ class ViewHub:
         self._add(None if frame.full else Line(told))  # a full frame is not kept: watchers get it from the state
 
     async def _tell_ranks(self) -> None:
-        """Tells every second what ranks do, where there are several: also while a step takes long and the engine gives no frames."""
+        """Sends the state of ranks every second if there are several, even while a long step keeps the engine from sending frames."""
         while True:
             await asyncio.sleep(RANK_SECONDS)
             if self._number and (ranks := self._ranks()):
@@ -294,7 +294,7 @@ class ViewHub:
                 self._add(Line(told))
 
     def _ranks(self) -> list[list[float]]:
-        """Returns what each rank did last; nothing while the engine is not ready."""
+        """Returns what each rank did last, or nothing while the engine is not ready."""
         engine = self._server.llm.replicas[self._engine]
         found = engine.ranks if engine.state == "ready" else []
         return [[place, one.steps, round(one.share, 3), round(one.age, 1)] for place, one in enumerate(found)]
@@ -355,12 +355,12 @@ class ViewHub:
         return b"".join(line.read(with_text) for line in islice(self._lines, seen - first, number - first))
 
     def _opening(self, with_text: bool) -> Opening:
-        """Returns the opening of an earlier watcher if all lines after it are still kept, else a new one."""
+        """Returns the opening of an earlier watcher if all lines after it are still kept; otherwise a new one."""
         known = self._openings.get(with_text)
         if known is None or known.parts[0][0] < self._number - min(len(self._lines), YOUNG_LINES):
             note = [{**self._note, "at": self._state.at}] if self._note else []
             for each in note:
-                each.pop("engine", None)  # that is news, and who comes now has chosen an engine
+                each.pop("engine", None)  # a new watcher has chosen its engine itself
             frames = ({**self._state.head, "text": with_text}, self._full(), *note)
             known = Opening(with_text, [(self._number, b"".join(Line(frame).read(with_text) for frame in frames))])
             self._openings[with_text] = known
