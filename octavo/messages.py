@@ -1,4 +1,4 @@
-"""What crosses a step: the plan down to the worker, the result back, the deltas up to the text side.
+"""The messages of a step: the plan for the worker, its result, and the deltas for the text side.
 
 All of it is plain data (ids and numbers, never live objects), so that it can cross a process.
 """
@@ -13,16 +13,16 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     Ids = array[int]
 else:
-    Ids = array  # who decodes messages looks at their types, and there an array has no parameter
+    Ids = array  # decoders look at the types of fields, and there an array has no parameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Ending = Literal["stop", "length", "abort", "error", "lost"]  # of a sequence; lost: a beam that others have beaten
+Ending = Literal["stop", "length", "abort", "error", "lost"]  # of a sequence; lost: a beam that others have outranked
 HitReason = Literal["end", "short", "differs", "evicted", "cold", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
-    """Where a sequence's sampling noise comes from: the same key and position give the same noise anywhere."""
+    """The source of a sequence's sampling noise: the same key and position give the same noise anywhere."""
 
     key: tuple[int, int]
     stream: int
@@ -31,7 +31,7 @@ class NoiseKey:
 
 @dataclass(slots=True)
 class RowWrite:
-    """A sequence moves into a row: all the worker ever learns of it."""
+    """A sequence moves into a row. This is all that a worker learns about it."""
 
     row: int
     seq_id: int
@@ -59,16 +59,16 @@ class RowFork:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does. Entry i of the five parallel lists is one planned sequence.
+    """The work of one step. Entry i of the five parallel lists is one scheduled row.
 
     A worker carries it out in this order: copies, row forks, row writes, lengths, last ids, new blocks, forward, sample.
     Copies read all their sources before any of them writes. Row forks and row writes are one parallel assignment: every source is read
     before any row is written, so two rows can exchange places. No row is written twice.
-    All cache groups share one pool of blocks of equal bytes, so a copy is of a whole block, whoever owns it.
-    A row with a new length keeps that many ids, and the entries of its tables that positions up to the last id but one need; what lies
-    behind means nothing any more. Its last id is computed again, because a token is sampled after it.
-    A new block may be the null block: then the entry lies behind its group's window, nothing reads it any more, and the block that was
-    there may belong to another row from this plan on.
+    All cache groups share one pool of blocks of equal bytes, so a copy is of a whole block, whichever group owns it.
+    A row with a new length keeps that many ids, and the table entries for all positions except that of its last id; the rest of the row
+    is meaningless. Its last id is computed again, because a token is sampled after it.
+    A new block may be the null block: then the entry is out of its group's window and is never read again, and its previous block may
+    belong to another row from this plan on.
     """
 
     step: int
@@ -82,12 +82,12 @@ class StepPlan:
     row_writes: list[RowWrite] = field(default_factory=list)
     row_forks: list[RowFork] = field(default_factory=list)
     lengths: list[tuple[int, int]] = field(default_factory=list)  # (row, ids it keeps)
-    last_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, id that takes the place of its last one)
-    mask_rows: list[int] = field(default_factory=list)  # entries whose token a grammar decides on, too: they are sampled with masks
+    last_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, id that replaces its last one)
+    mask_rows: list[int] = field(default_factory=list)  # entries whose token is sampled with a grammar mask
 
     @property
     def is_empty(self) -> bool:
-        """Nothing for a worker to do."""
+        """Returns whether a worker has nothing to do."""
         return not (self.row or self.row_writes or self.row_forks or self.lengths or self.last_ids)
 
 
@@ -97,11 +97,11 @@ class TokenLogprobs:
 
     logprob: float
     rank: int
-    top_ids: tuple[int, ...]  # tuples, which the garbage collector passes over: a slow reader has 100,000 of them waiting
+    top_ids: tuple[int, ...]  # tuples, which the garbage collector skips: a slow reader has 100,000 of them waiting
     top_logprobs: tuple[float, ...]
 
     def best(self, count: int) -> "TokenLogprobs":
-        """The same, with this many alternatives."""
+        """Returns the same token with this many alternatives."""
         return replace(self, top_ids=self.top_ids[:count], top_logprobs=self.top_logprobs[:count])
 
 
@@ -110,12 +110,12 @@ PromptPiece = tuple[int, list[TokenLogprobs]]  # logprobs of a prompt's tokens f
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of a plan; lists run along the plan's entries."""
+    """The result of a plan; its lists are parallel to the plan's entries."""
 
     step: int
-    tokens: list[list[int]]  # [] where nothing was sampled, else one or several ids that follow each other
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # entry -> of each of its ids, where asked for
-    prompt_logprobs: dict[int, PromptPiece] = field(default_factory=dict)  # entry -> where asked for
+    tokens: list[list[int]]  # [] if nothing was sampled; otherwise one or several consecutive ids
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # entry -> of each of its ids, if requested
+    prompt_logprobs: dict[int, PromptPiece] = field(default_factory=dict)  # entry -> if requested
     bad_rows: list[int] = field(default_factory=list)  # entries whose hidden states were not finite
 
 
@@ -132,15 +132,15 @@ class LifeRecord:
     cached_tokens: int = 0
     pinned_tokens: int = 0  # of those, found in a pinned prefix
     hit_reason: HitReason | None = None
-    hit_group: int | None = None  # of several cache groups, the one whose missing block ended the hit
-    engine: int = 0  # which of several engines computes it, and why that one
-    routing: str = ""  # empty: there is one engine
+    hit_group: int | None = None  # with several cache groups, the group whose missing block ended the hit
+    engine: int = 0  # which of several engines computes it
+    routing: str = ""  # why that engine; empty: there is one engine
     resumed: int = 0  # how often it was moved, because its engine died or was replaced
 
 
 @dataclass(slots=True)
 class Delta:
-    """News of one sample: tokens since the last delta, and how it ended if it did; or a piece of the prompt's logprobs alone."""
+    """An update of one sample: tokens since the last delta, and how it ended if it did; or only a piece of the prompt's logprobs."""
 
     request_id: str
     index: int  # which of the n samples
@@ -156,7 +156,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """A request is answered by beam search: `params.n` of the best answers are given out, when all of them are there."""
+    """A request is answered by beam search: its `params.n` best answers are returned together."""
 
     width: int
     length_penalty: float = 1.0  # answers are compared by score / length ** length_penalty
@@ -165,11 +165,11 @@ class Beams:
 
 @dataclass(frozen=True, slots=True)
 class PinOrder:
-    """A request computes a prefix that is held then. Several requests may have the same order: it is carried out once."""
+    """A request computes a prefix that is then pinned. Several requests may carry the same order, which is carried out once."""
 
     pin_id: str
-    seconds: float | None = None  # that it is held, from now on; None: until it is released
-    hits: int = 0  # counted by engines before this one
+    seconds: float | None = None  # how long it is pinned, from now on; None: until it is released
+    hits: int = 0  # counted by earlier engines
     tokens_saved: int = 0
 
 
@@ -178,12 +178,12 @@ class PinState:
     """A pinned prefix in one engine."""
 
     pin_id: str
-    held: bool  # or it is being computed
-    prompt_tokens: int  # of the prompt it is made of
-    num_tokens: int  # the first of those, in whole blocks
+    held: bool  # False: it is being computed
+    prompt_tokens: int  # of the prompt from which it was made
+    num_tokens: int  # its first tokens, in whole blocks
     num_blocks: int
     hits: int  # requests that found a part of it
-    tokens_saved: int  # that they found there
+    tokens_saved: int  # tokens that these requests did not compute
     seconds_left: float | None = None  # None: until it is released
 
 
@@ -197,15 +197,15 @@ class AddRequest:
     priority: int = 0
     cache_salt: str = ""
     bad_words: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
-    noise: int | None = None  # what the noise of a request without a seed depends on; None: the order of arrival
-    outputs: dict[int, list[int]] | None = None  # it was begun elsewhere: sample -> its tokens so far, for all that have not ended
+    noise: int | None = None  # the source of noise for a request without a seed; None: the order of arrival
+    outputs: dict[int, list[int]] | None = None  # the request began elsewhere: sample -> its tokens so far, for all that have not ended
     beams: Beams | None = None
     pin: PinOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one engine: what a request is checked against."""
+    """The limits of one engine, against which requests are checked."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -213,26 +213,26 @@ class Limits:
     vocab_size: int
     num_blocks: int
     block_size: int
-    model_max_len: int = 0  # the model's own maximum: max_model_len can be raised so far
-    cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
+    model_max_len: int = 0  # the model's own maximum, up to which max_model_len can be raised
+    cache_tokens: int = 1 << 60  # the largest number of positions of one sequence that fits the whole KV cache
     max_pinned_blocks: int = 0  # that pinned prefixes may hold
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Which blocks of an engine can be found, or no more: short digests of 8 bytes each, one after the other."""
+    """Blocks of an engine that can be found, or no longer: short digests of 8 bytes each, concatenated."""
 
-    full: bool  # whoever reads it forgets what came before
+    full: bool  # the reader forgets what came before
     sealed: bytes
     evicted: bytes = b""
 
 
-BEAT_SECONDS = 1.0  # between two signs of life of a rank
+BEAT_SECONDS = 1.0  # between two heartbeats of a rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank of a model is that is split."""
+    """What is known of one rank of a model that is split."""
 
     rank: int
     stage: int
@@ -251,25 +251,25 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankNumbers:
-    """What a rank has done by its last beat. It is in a step also while it waits for other ranks."""
+    """What a rank had done by its last heartbeat. It is in a step also while it waits for other ranks."""
 
     steps: int
     seconds: float  # in steps
     share: float  # of the last second, in steps
-    age: float  # seconds since that beat
+    age: float  # seconds since that heartbeat
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What start-up settled and the text side has to know."""
+    """What start-up resolved and the text side has to know."""
 
     model_name: str
     epoch: int  # which start of the engine this is: 1, and one more after every restart
     limits: Limits
-    ranks: list[RankFacts] = field(default_factory=list)  # where there are several
+    ranks: list[RankFacts] = field(default_factory=list)  # if there are several
     digest_key: bytes = b""  # equal keys and identities give equal digests
     identity: bytes = b""
-    weights: bytes = b""  # what identifies them; empty: there are none
+    weights: bytes = b""  # identifies the weights; empty: there are none
 
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -288,14 +288,14 @@ class SchedulerStats:
     prefix_hits: int  # of which found
     prompt_tokens: int  # computed
     generation_tokens: int
-    steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # by their tokens: at most STEP_TOKENS[i], or more
+    steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # by tokens: at most STEP_TOKENS[i], or more
     step_tokens: int = 0  # computed, by all of them
     pinned_blocks: int = 0
     pin_hits: int = 0  # requests that found a part of a pinned prefix
-    pin_tokens: int = 0  # that they found there
+    pin_tokens: int = 0  # tokens that they found there
 
     def after(self, before: "SchedulerStats") -> "SchedulerStats":
-        """Returns these numbers with the counters of an engine before this one added."""
+        """Returns these numbers with the counters of an earlier engine added."""
         gauges = ("running", "waiting", "free_blocks", "num_blocks", "pinned_blocks")
         return replace(self.plus(before), **{name: getattr(self, name) for name in gauges})
 

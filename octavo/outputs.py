@@ -23,7 +23,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenChoices] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or string that matched; after an error, what went wrong
+    stop_reason: int | str | None = None  # the stop id or string that matched; after an error, the reason
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenChoices | None] | None  # where asked for; None for the first token, which follows nothing
+    prompt_logprobs: list[TokenChoices | None] | None  # if requested; None for the first token, which follows nothing
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
@@ -70,7 +70,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """A prefix that is held. With several engines, hits and tokens are those of all."""
+    """A pinned prefix. With several engines, hits and tokens are sums over all."""
 
     name: str
     prompt_tokens: int  # of the prompt that it was made of
@@ -89,7 +89,7 @@ class PinnedPrefix:
 
 @dataclass(slots=True)
 class TextDelta:
-    """The news of one sample."""
+    """An update of one sample."""
 
     request_id: str
     index: int
@@ -98,7 +98,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     life: LifeRecord | None = None  # with the first token and at the end
-    logprobs: list[TokenChoices] | None = None  # of the new tokens, where asked for
-    prompt_logprobs: list[TokenChoices | None] | None = None  # where asked for, with the first token of the request
-    error: str | None = None  # what went wrong, where finish_reason is error
-    code: str | None = None  # the same for machines, such as numerical_error
+    logprobs: list[TokenChoices] | None = None  # of the new tokens, if requested
+    prompt_logprobs: list[TokenChoices | None] | None = None  # if requested, with the first token of the request
+    error: str | None = None  # the reason, if finish_reason is error
+    code: str | None = None  # a code for programs, such as numerical_error

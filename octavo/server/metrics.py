@@ -1,12 +1,12 @@
-"""Metrics for Prometheus: what the server counts (`Numbers`), and what the engine says of itself (`engine_families`).
+"""Metrics for Prometheus: the server's counters (`Numbers`), and the numbers that engines report (`engine_families`).
 
-Counters and histograms are plain numbers in one row of cells. To count is to add to a cell, which is cheap enough for every token.
-Families for Prometheus are made when somebody asks. Several API processes put their rows side by side into one file that all of them
-map, so that each of them can report the sums. The last cell of a row counts beats: by them the first process sees that another
-one is alive.
+Counters and histograms are plain numbers in one row of cells. Counting adds to a cell, which is cheap enough for every token. The
+families for Prometheus are made on request. Several API processes have their rows side by side in one file that all of them map, so
+that each of them can report the sums. The last cell of a row counts heartbeats, by which the first process sees that another one is
+alive.
 
     counter      a cell for each value of its label
-    histogram    a cell for each bucket, one for what is larger, one for the sum
+    histogram    a cell for each bucket, one for larger values, one for the sum
 """
 
 import mmap
@@ -162,7 +162,7 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> SchedulerStats:
-        """Goes on counting after a restart."""
+        """The numbers of the engine. They continue after a restart."""
 
     @property
     def facts(self) -> EngineFacts | None:
@@ -199,7 +199,7 @@ def _numbers_of(engine: Engine) -> dict[str, float]:
 
 
 def _rank_families(prefix: str, labels: Mapping[str, str], engines: Sequence[Engine]) -> Iterator[Metric]:
-    """Yields what is known of each rank, where a model is split over several."""
+    """Yields the numbers of each rank, if a model is split over several."""
     if not engines:
         return
     names = [*labels, "engine", "rank", "stage"]
