@@ -261,7 +261,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         reply = self._reply
-        if reply is None or self._done.done():  # the server sends what nobody asked for
+        if reply is None or self._done.done():  # the server sends something unasked
             self.close()
             return
         self.heard = True

@@ -393,5 +393,5 @@ class AsyncLLM:
     def _keep_folder(self) -> None:
         """Restores the folder of the sockets if it is gone. The next engine and processes that connect to this one need it."""
         if self._folder is not None:
-            with suppress(OSError):  # whoever needs the folder reports its absence
+            with suppress(OSError):  # the code that needs the folder reports its absence
                 self._folder.make_again()

@@ -209,7 +209,7 @@ class ViewStream:
         self._loop = asyncio.get_running_loop()
         self._wanted: Wanted = "full"
         self._answer: asyncio.Future[ViewFrame | None] | None = None
-        self._names: dict[str, str] | None = None  # of requests that ended while somebody watches
+        self._names: dict[str, str] | None = None  # of requests that ended while a client watches
 
     async def frames(self) -> AsyncGenerator[ViewFrame, None]:
         """Yields frames forever. Leaving the iteration ends the watch. Raises if the engine can send no more."""

@@ -99,7 +99,7 @@ class Bridge:
         while True:
             events = dict(poller.poll(LOOK_MS))
             if lifeline in events and not os.read(lifeline, 4096):
-                os._exit(0)  # nobody is left to serve
+                os._exit(0)  # no client is left
             if self._woken in events:
                 os.read(self._woken, 4096)
             if frames := self._received():

@@ -112,7 +112,7 @@ class EngineActor:
                     carrier.send(*self._down.popleft())
                 for frame in carrier.receive():
                     self._up.put(frame)
-                with suppress(OSError):  # whoever needs the folder reports its absence
+                with suppress(OSError):  # the code that needs the folder reports its absence
                     folder.make_again()
         except BaseException as error:
             self._up.put(Reason("EngineError", f"its frames can no longer be carried: {type(error).__name__}: {error}"))

@@ -205,7 +205,7 @@ class Router:
             wait = max(0.0, next_beat - time.monotonic())
             events = dict(poller.poll(int(wait * 1000) + 1))
             if self._lifeline is not None and self._lifeline in events and not os.read(self._lifeline, 4096):
-                os._exit(0)  # nobody is left to serve
+                os._exit(0)  # no client is left
             if self._woken in events:
                 os.read(self._woken, 4096)
             if self._socket in events:

@@ -210,7 +210,7 @@ class Supervisor:
 
 
 def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], None]) -> asyncio.Task[None]:
-    """Starts a task that nobody awaits. An error in it is logged and reported; otherwise it would vanish with the task."""
+    """Starts a task that is not awaited. An error in it is logged and reported; otherwise it would vanish with the task."""
 
     def look(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

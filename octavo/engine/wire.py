@@ -1,7 +1,7 @@
 """Messages between an API process and the engine process: one msgpack frame each, decoded into exactly these types.
 
     API process  --  Ping, Add, Abort, ResetPrefixCache, Unpin, Watch, Drain  -->  engine process      DEALER to ROUTER over a unix socket
-                <--  Hello, Beat, News, Refused, Lost, View, Cached, Pinned   --
+                <--  Hello, Beat, `News`, Refused, Lost, View, Cached, Pinned --
 
 A frame carries an epoch and a number. The epoch says to which start of the engine it belongs. The number counts the frames of one
 client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
@@ -177,7 +177,7 @@ class UpFrame(Struct, array_like=True, frozen=True):
 
 
 def _plain(value: Any) -> int | float:
-    """Returns a plain number for a default that nobody has set, which is an instance of its own class."""
+    """Returns a plain number for a default that the user has not set, which is an instance of its own class."""
     return int(value) if isinstance(value, int) else float(value)
 
 

@@ -120,7 +120,7 @@ def chat_grammar(
 ) -> StructuredOutputsParams | None:
     """Returns the grammar that the answer to `prompt` must follow, or None: the form asked for, calls of the tools offered, or either.
 
-    A form that becomes part of a larger grammar, or is not needed, has its limits checked here, because nobody checks it later.
+    A form that becomes part of a larger grammar, or is not needed, has its limits checked here, because it is not checked later.
     """
     forced = choice.mode == "required"
     parts: dict[str, StructuredOutputsParams] = {} if asked is None or forced else {"form": asked}

@@ -79,7 +79,7 @@ class _Answer:
         return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
     async def _news(self) -> News:
-        """Yields all news. Adds the logprobs of prompts first, in a thread, because those of a whole prompt come at once."""
+        """Yields all updates. Adds the logprobs of prompts first, in a thread, because those of a whole prompt come at once."""
         async with aclosing(all_news(self._llm, self._asks, self._names, self._watch)) as news:
             async for deltas in news:
                 for delta in deltas:

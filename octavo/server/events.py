@@ -1,7 +1,7 @@
 """Server-sent events, and clients that go away. (A client that does not read is disconnected by protocol.py.)
 
 Text is written as ASCII JSON: an event's lines end only at line feeds, but many clients also split at U+2028 and similar characters.
-All events of one news list are sent in one write.
+All events of one list of updates are sent in one write.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     watch = server.observer.watch("cmpl-", asks)     watch.id is the id of the answer
     with watch:                                      an exception that leaves the block says how the request ended
-        async for news in ...:
-            watch.take(news)                         news of all prompts; the index of a delta is prompt * n + sample
+        async for deltas in ...:
+            watch.take(deltas)                       updates of all prompts; the index of a delta is prompt * n + sample
 """
 
 import time

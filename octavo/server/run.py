@@ -167,7 +167,7 @@ class ApiProcess(uvicorn.Server):
         self._failure, self.should_exit = error, True
 
     async def _start(self) -> None:
-        """Waits for the engine, then begins the recording and prints the ready line. An error ends the server: nobody else would see it."""
+        """Waits for the engine, then begins the recording and prints the ready line. An error ends the server."""
         try:
             await self._server.llm.start()
             gc.freeze()  # what is here stays, and need not be looked at again

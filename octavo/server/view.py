@@ -4,7 +4,7 @@
 
 There is a hub for each engine. All its watchers share one subscription to the engine, which lasts as long as there is a watcher. Each
 line is encoded once for all of them. A watcher keeps only its place. A new watcher starts from the state, and so does a slow one whose
-next line is no longer kept. While nobody watches, the hub holds nothing. Token ids become text here, and requests get the ids of their
+next line is no longer kept. Without watchers, the hub holds nothing. Token ids become text here, and requests get the ids of their
 answers.
 """
 

@@ -163,7 +163,7 @@ ROLES: dict[str, Role] = {"name": "name", "arguments": "arguments", "parameters"
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The news of one call. The first has its id and name, the others have pieces of its arguments."""
+    """The updates of one call. The first has its id and name, the others have pieces of its arguments."""
 
     index: int
     arguments: str

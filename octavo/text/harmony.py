@@ -1,4 +1,4 @@
-"""The format of gpt-oss: an answer of several messages, each with a channel and perhaps somebody it is for.
+"""The format of gpt-oss: an answer of several messages, each with a channel and perhaps a recipient.
 
     <|channel|>analysis<|message|>The user wants ...<|end|>                                         reasoning
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>

@@ -55,7 +55,7 @@ class PromptEncoder:
         if ids is not None:
             return text, ids
         assert text is not None
-        if not text:  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
+        if not text:  # some tokenizers would make a BOS of it; a client that wants just a BOS can send its id
             raise RequestError("the prompt is empty", "prompt")
         tokenizer = self._need_tokenizer("a text prompt")
         _check_length(text, tokenizer, limit, "prompt")

@@ -40,7 +40,10 @@ PHRASES = {
     "by way of the host": "through the host",
 }
 # docstrings and comments of these folders: pattern -> what to write instead. Names of the code stand in backticks.
-FOLDERS = ("attention", "kernels", "layers", "loading", "models", "native", "policy", "quant", "worker")
+FOLDERS = (
+    *("attention", "bench", "cli", "client", "engine", "kernels", "layers", "loading", "models", "native", "policy", "quant", "report"),
+    *("server", "text", "worker"),
+)
 PRIVATE_WORDS = {
     r"\btwins?\b": "reference",
     r"\b(nobody|somebody|whoever)\b": "the name of the subject",
