@@ -73,6 +73,29 @@ def pool_of(host: ViewHost, held: int, cached: int = 0, num_blocks: int = NUM_BL
     host.send({**ViewModel(1, num_blocks).head(), "block_size": 16}, {"kind": "full", "at": 1.0, "blocks": blocks, "seqs": rows})
 
 
+# promise: pool-keeps-still
+def test_pointing_at_a_block_moves_nothing_at_any_size(open_page: OpenPage, host: ViewHost) -> None:
+    pool_of(host, held=177)
+    page = open_page(f"{host.url}/page", viewport={"width": 1440, "height": 900}, reduced_motion="reduce").page
+    expect(page.locator(".pool-figures")).to_contain_text("177 of 5,823 blocks")
+    at = 1.0
+    for size in SIZES:
+        resize(page, size)
+        before = page.evaluate(LAID_OUT)
+        assert before[:2] == before[2:4], "the canvas is drawn as large as it is shown"
+        for place in (0, 4, 29, 30, 176):
+            assert point_at(page, place).startswith(f"Block {place + 1}: in use; entry {place % 15} of "), (size, place)
+            said = page.locator(".pool-detail .token").count()
+            assert said == len(words_of(place + 1)) and page.evaluate(LAID_OUT) == before, (size, place)
+        at += 1
+        step = [int(at), at, 12.5, 0, 12, 12, 12, 0, 177, 0, 0, 0]
+        host.send({"kind": "delta", "at": at, "steps": [step], "events": [[1, at, "evict", 9, ""]]})
+        expect(page.locator(".pool")).to_have_attribute("data-at", str(int(at)))
+        settled(page)
+        assert page.locator(".pool-detail").inner_text().startswith("Block 177: "), "it stays while frames come"
+        assert page.evaluate(LAID_OUT) == before, size
+
+
 # promise: pool-has-the-space
 def test_the_grid_covers_the_panel_and_squares_are_as_large_as_fit(open_page: OpenPage, host: ViewHost) -> None:
     pool_of(host, held=177, cached=318)
