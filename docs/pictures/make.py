@@ -1,33 +1,42 @@
 """Makes the pictures of the page that README and docs show: real servers, the default model, this machine's Chromium.
 
     pip install pillow && python docs/pictures/make.py             all of them; takes some minutes
-    python docs/pictures/make.py lesson demo                       those of these functions
+    python docs/pictures/make.py many_blocks demo                  those of these functions
 
-`page-light.png` is what `make serve` shows with its default settings.
+`desk` and `phone` take theirs on the walk that tests/web/test_walk.py tests (tests/web/walk.py).
 """
 
-import json
 import re
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from docs.demo.make import DEMO, build
+from tests.support.chromium import launch
+from tests.web import walk
 
 HERE = Path(__file__).parent
-DESK = {"width": 1360, "height": 850}
+DESK = {"width": 1440, "height": 900}
 PHONE = {"width": 390, "height": 844}
-QUESTION = "Why is the sky blue?"
+STOPS = {  # of the walk -> pictures, and light or dark
+    "welcome": {"page-first-light": "light", "page-first-dark": "dark"},
+    "shared blocks": {"page-light": "light"},
+    "columns": {"page-columns": "light"},
+    "lesson": {"page-dark": "dark"},
+    "phone: answer": {"page-phone-chat": "light"},
+    "phone: block pool": {"page-phone": "light"},
+}
+ANSWERS_BEGUN = 110  # blocks in use: the twelve answers are some lines long
 OPENINGS = ("Once upon a time", "The ship left the harbour", "In the library", "Nobody had seen the garden", "It rained", "My uncle's shop")
 MINUTE = 60_000  # ms
 STILL_SECONDS = 0.7  # for frames to come and marks to settle
@@ -40,17 +49,18 @@ def served(*flags: str) -> Iterator[str]:
         assert server.stderr is not None
         url = next(found[1] for line in server.stderr if (found := re.match(r"Octavo is ready: (\S+)", line)))
         threading.Thread(target=server.stderr.read, daemon=True).start()  # a full pipe would stop the server
-        yield url
-        server.terminate()
+        try:
+            yield url
+        finally:
+            server.terminate()
 
 
 @contextmanager
-def opened(browser: Browser, url: str, size: dict[str, int] = DESK, scheme: str = "light") -> Iterator[Page]:
-    page = browser.new_page(viewport=size, color_scheme=scheme, device_scale_factor=1)  # type: ignore[arg-type]
-    page.goto(url)
-    page.locator(".pool-figures").filter(has_text="blocks").wait_for()
-    yield page
-    page.close()
+def opened(browser: Browser, **settings: Any) -> Iterator[Page]:
+    context = browser.new_context(**{"viewport": DESK, "color_scheme": "light"} | settings)
+    context.set_default_timeout(MINUTE)
+    yield context.new_page()
+    context.close()
 
 
 def shoot(page: Page, name: str) -> None:
@@ -62,67 +72,41 @@ def shoot(page: Page, name: str) -> None:
     print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
 
 
-def ask(page: Page, text: str) -> None:
-    page.get_by_placeholder("Ask something").last.fill(text)
-    page.keyboard.press("Enter")
+def look(page: Page, stop: str) -> None:
+    """A picture, if there is one of this stop."""
+    for name, scheme in STOPS.get(stop, {}).items():
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        if stop == "shared blocks":
+            wait_for_blocks(page, ANSWERS_BEGUN)
+            walk.point_at_what_they_share(page)
+        shoot(page, name)
+    page.emulate_media(color_scheme="light")
 
 
-def wait_for_words(page: Page, count: int) -> None:
-    """Until the last answer has as many characters: it is still being written."""
-    ready = "count => [...document.querySelectorAll('[aria-label=Answer]')].at(-1)?.textContent.length > count"
-    page.wait_for_function(ready, arg=count, timeout=5 * MINUTE)
+def wait_for_blocks(page: Page, count: int) -> None:
+    """Until so many are in use."""
+    page.wait_for_function("count => parseInt(document.querySelector('.pool-figures').textContent) >= count", arg=count)
 
 
-def chats(browser: Browser) -> None:
-    """`make serve` as it is: nothing asked yet, one conversation, two, and the same on a phone."""
-    with served() as url:
-        for scheme in ("light", "dark"):
-            with opened(browser, url, scheme=scheme) as page:
-                shoot(page, f"page-first-{scheme}")
-        with opened(browser, url) as page:
-            ask(page, QUESTION)
-            wait_for_words(page, 400)
-            page.get_by_role("button", name="Show in the pool").first.click()
-            shoot(page, "page-light")
-            page.get_by_role("button", name="Regenerate").wait_for(timeout=5 * MINUTE)  # the answer is complete
-            page.get_by_role("button", name="Branch").first.click()
-            ask(page, "Say it again, shorter.")
-            wait_for_words(page, 100)
-            shoot(page, "page-columns")
-        with opened(browser, url, PHONE) as page:
-            ask(page, QUESTION)
-            wait_for_words(page, 300)
-            shoot(page, "page-phone-chat")
-            page.get_by_role("link", name="Block pool").click()
-            shoot(page, "page-phone")
+def desk(browser: Browser) -> None:
+    """`make serve` as it is."""
+    with served() as url, opened(browser) as page:
+        walk.on_a_desk(page, url, partial(look, page))
 
 
-def lesson(browser: Browser) -> None:
-    with served("--lesson") as url, opened(browser, url, scheme="dark") as page:
-        page.get_by_role("button", name="Lesson", exact=True).click()
-        page.get_by_role("button", name=re.compile("Scene 4")).click()
-        page.get_by_role("button", name="Play again").wait_for(timeout=MINUTE)
-        shoot(page, "page-dark")
+def phone(browser: Browser) -> None:
+    with served() as url, opened(browser, viewport=PHONE, has_touch=True, is_mobile=True) as page:
+        walk.on_a_phone(page, url, partial(look, page))
 
 
 def many_blocks(browser: Browser) -> None:
-    with served("--num-gpu-blocks-override", "10001") as url, opened(browser, url) as page:
-        load(url, 48, 100, 600)
-        page.wait_for_function("() => parseInt(document.querySelector('.pool-figures').textContent) > 400", timeout=10 * MINUTE)
-        shoot(page, "page-10000")
-
-
-def load(url: str, count: int, prompt: int, answer: int) -> None:
-    """Requests that share beginnings by sixes, all at once."""
-
-    def one(number: int) -> None:
-        text = (OPENINGS[number % len(OPENINGS)] + ", so they said, ") * prompt + str(number)
-        body = json.dumps({"prompt": text, "max_tokens": answer, "ignore_eos": True}).encode()
-        with suppress(OSError):  # the picture is taken before the answers are complete, and then the server ends
-            urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).close()
-
-    for number in range(count):
-        threading.Thread(target=one, args=(number,), daemon=True).start()
+    """Requests that share beginnings by sixes."""
+    prompts = [(OPENINGS[number % len(OPENINGS)] + ", so they said, ") * 100 + str(number) for number in range(48)]
+    with served("--num-gpu-blocks-override", "10001") as url, opened(browser) as page:
+        page.goto(url)
+        with walk.requests(url, "/v1/completions", [{"prompt": text, "max_tokens": 600} for text in prompts]):
+            wait_for_blocks(page, 400)
+            shoot(page, "page-10000")
 
 
 class QuietFiles(SimpleHTTPRequestHandler):
@@ -134,16 +118,17 @@ def demo(browser: Browser) -> None:
     build(DEMO)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(DEMO))) as host:
         threading.Thread(target=host.serve_forever, daemon=True).start()
-        with opened(browser, f"http://127.0.0.1:{host.server_port}/") as page:
+        with opened(browser) as page:
+            page.goto(f"http://127.0.0.1:{host.server_port}/")
+            expect(page.locator(".pool-figures")).to_contain_text("blocks")
             shoot(page, "demo")
         host.shutdown()
 
 
-PICTURES = {make.__name__: make for make in (chats, lesson, many_blocks, demo)}
+PICTURES = {make.__name__: make for make in (desk, phone, many_blocks, demo)}
 
 if __name__ == "__main__":
+    expect.set_options(timeout=MINUTE)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         for name in sys.argv[1:] or PICTURES:
-            PICTURES[name](browser)
-        browser.close()
+            PICTURES[name](launch(playwright))

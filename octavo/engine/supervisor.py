@@ -184,6 +184,8 @@ class Supervisor:
             with suppress(BrokenPipeError):
                 os.write(process.stdin.fileno(), msgspec.json.encode(orders) + b"\n")
             await ended
+            self._end_group()
+            await asyncio.to_thread(process.wait)  # the system may need a second to free a large process
         finally:
             loop.remove_reader(out)
             self._reap()
@@ -198,13 +200,14 @@ class Supervisor:
     def _reap(self) -> None:
         if self._process is None:
             return
-        self._end_group()  # before the process is reaped: until then its id is not reused
+        self._end_group()
         with self._process:  # closes the pipes, and waits
             pass
         self._code, self._process = self._process.returncode, None
 
     def _end_group(self) -> None:
-        if self._process is not None:
+        """Kills the process and its children. Once it is reaped, its id may belong to another process."""
+        if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -51,10 +51,13 @@ function placed(layout, cell) {
   return { x, y, side: sideOf(layout) };
 }
 
+/** Around a cell, but never outside of the picture, which the first column and the first row touch. */
 function frame(context, { x, y, side }, colour, width) {
+  const half = width / 2;
+  const [left, top] = [Math.max(half, x - half), Math.max(half, y - half)];
   context.strokeStyle = colour;
   context.lineWidth = width;
-  context.strokeRect(x - width / 2, y - width / 2, side + width, side + width);
+  context.strokeRect(left, top, x + side + half - left, y + side + half - top);
 }
 
 function cross(context, { x, y, side }, colour) {

@@ -3,6 +3,7 @@
 import { make } from "./dom.js";
 import { letterOf } from "./palette.js";
 
+const MOST_LETTERS = 12; // of those that share a block
 const inWords = new Intl.NumberFormat(); // made once: it takes longer than a sentence
 
 const plural = (count, word) => `${inWords.format(count)} ${word}${count === 1 ? "" : "s"}`;
@@ -27,14 +28,21 @@ export function tokenList(tokens, head) {
 
 const WORDS_OF_KIND = { free: "free", cached: "cached, until its room is needed", held: "in use", pinned: "pinned, so it stays in the cache" };
 
+/** The sequences that have a block at the same place of their tables. */
+function sayOwners([index, owners]) {
+  if (owners.length === 1) return `entry ${index} of ${nameOf(owners[0][0])}`;
+  const letters = owners.slice(0, MOST_LETTERS).map(([seq]) => letterOf(seq)).join(", ");
+  const rest = owners.length - MOST_LETTERS;
+  return `entry ${index} of ${letters}${rest > 0 ? ` and ${inWords.format(rest)} more` : ""}`;
+}
+
 /** A block in one sentence. */
 export function sayBlock(state, block) {
   const { sealed, pins, digests, tokens, since } = state.blocks;
   const kind = state.kind(block);
   const parts = [`Block ${block}: ${kind === "shared" ? `shared by ${state.users(block)}` : WORDS_OF_KIND[kind]}`];
   const owners = state.owners(block);
-  if (owners.length) parts.push(owners.slice(0, 8).map(([seq, index]) => `entry ${index} of ${nameOf(seq)}`).join(", "));
-  if (owners.length > 8) parts.push(`and ${owners.length - 8} more`);
+  if (owners.length) parts.push(...Array.from(Map.groupBy(owners, ([, index]) => index), sayOwners));
   if (pins[block] && kind !== "pinned") parts.push("pinned");
   if (sealed[block]) parts.push(`full, digest ${digests[block] || "not known"}`);
   if (kind !== "free" && since[block]) parts.push(`for ${Math.max(0, state.at - since[block]).toFixed(1)} s`);

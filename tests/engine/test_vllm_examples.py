@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from octavo import LLM, SamplingParams
+
 MODEL = "facebook/opt-125m"
 
 QUICKSTART = """
@@ -308,5 +310,7 @@ def test_the_metrics_example_runs(run_example: Any) -> None:
 def test_the_async_streaming_example_runs(run_example: Any, stories: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_example(ASYNC_STREAMING)
     assert list(found["texts"]) == ["stream-example-1", "stream-example-2"]
-    assert all(len(pieces) > 3 for pieces in found["texts"].values())
+    with LLM(stories, enforce_eager=True) as llm:
+        offline = llm.generate(["Once upon a time", "One day, a cat"], SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=42))
+    assert ["".join(pieces) for pieces in found["texts"].values()] == [output.outputs[0].text for output in offline]
     assert capsys.readouterr().out == "".join(piece for pieces in found["texts"].values() for piece in pieces)

@@ -166,19 +166,6 @@ def test_the_demo_says_what_octavo_is_and_tells_the_lesson_without_a_server(open
     expect(start).to_be_focused()
 
 
-def test_any_server_shows_the_recorded_lesson_and_goes_back_to_its_own_pool(open_page: OpenPage, server: str) -> None:
-    page = open_page(server).page
-    expect(figures(page)).not_to_be_empty()
-    own = re.compile(re.search(r"of [\d,]+ blocks", figures(page).inner_text())[0])  # type: ignore[index]
-    page.get_by_role("button", name="Lesson", exact=True).click()
-    press(page, "Scene 4: " + SCENES[3].title)
-    expect_scene(page, 4)
-    expect(figures(page)).to_contain_text("of 32 blocks")
-    press(page, "Close the lesson")
-    expect(figures(page)).to_contain_text(own)
-    expect(page.locator("#chat")).to_be_visible()
-
-
 @pytest.mark.parametrize(("scheme", "size"), [("light", {"width": 1024, "height": 768}), ("dark", PHONE)], ids=["light", "dark phone"])
 def test_everybody_can_follow_the_lesson(open_page: OpenPage, demo: str, scheme: str, size: dict[str, int]) -> None:
     page = open_page(demo, color_scheme=scheme, viewport=size, reduced_motion="reduce").page

@@ -84,31 +84,6 @@ def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenP
     assert scrolls_sideways(page) is False
 
 
-# promise: page-phone
-def test_on_a_phone_the_part_in_sight_is_marked_and_the_drawer_closes_when_one_goes_on(open_page: OpenPage, server: str) -> None:
-    page = open_page(server, viewport=PHONE, has_touch=True, is_mobile=True).page
-    marked = page.locator(".places [aria-current]")
-    expect(marked).to_have_text(["Chat"])
-    set_setting(page, "Max tokens", "6")
-    send(page, "Once upon a time")
-    page.get_by_role("button", name="Show in the pool").click()
-    drawer, pool = page.locator(".pool-drawer"), page.locator("#pool-title")
-    expect(drawer).to_be_visible()
-    expect(pool).to_be_in_viewport()
-    expect(marked).to_have_text(["Block pool"])
-    for name in ("Timeline", "Chat"):
-        page.get_by_role("link", name=name, exact=True).click()
-        expect(marked).to_have_text([name])
-        expect(drawer).to_be_hidden()
-    page.get_by_role("button", name="Conversations").click()
-    expect(page.get_by_role("button", name="Rename").first).to_be_visible()
-    page.get_by_role("link", name="Block pool").click()
-    expect(page.get_by_role("navigation", name="Conversations")).to_be_hidden()
-    expect(pool).to_be_in_viewport()
-    page.locator(".parts").evaluate("node => { node.dispatchEvent(new WheelEvent('wheel')); node.scrollTop = 0; }")
-    expect(marked).to_have_text(["Chat"])
-
-
 def test_everything_can_be_done_from_the_keyboard(open_stand_in: OpenPage) -> None:
     with speaking("first", "second") as (llm, url):
         llm.gate = threading.Event()

@@ -135,9 +135,3 @@ def test_the_lessons_pool_is_eight_by_four(open_page: OpenPage, host: ViewHost) 
     for size in (*SIZES, (390, 844)):
         resize(page, size)
         assert page.evaluate(layouts) == [8, 4], size
-
-
-def test_on_a_touch_screen_it_says_tap(open_page: OpenPage, host: ViewHost) -> None:
-    pool_of(host, held=17)
-    page = open_page(f"{host.url}/page", viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True).page
-    expect(page.locator(".pool-detail")).to_have_text("Tap a block to read what is in it.")
