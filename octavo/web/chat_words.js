@@ -14,7 +14,7 @@ export function figures(answer, model) {
   const said = [];
   if (answer.tokens !== undefined) said.push(count(answer.tokens, "token"));
   if (answer.rate) said.push(`${answer.rate.toFixed(answer.rate < 100 ? 1 : 0)} tokens/s`);
-  if (answer.first !== undefined) said.push(`first token after ${seconds(answer.first).replace(" ", "\u00a0")}`);
+  if (answer.first !== undefined) said.push(`first token after ${seconds(answer.first)}`);
   if (answer.preemptions) said.push(`preempted ${answer.preemptions === 1 ? "once" : `${answer.preemptions} times`}`);
   if (answer.end === "length") said.push(answer.total >= model?.max_model_len ? "the context is full" : "max tokens reached");
   if (answer.end === "stopped") said.push("stopped");
