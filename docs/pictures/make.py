@@ -1,7 +1,7 @@
 """Makes the pictures of the page that README and docs show: real servers, the default model, this machine's Chromium.
 
     pip install pillow && python docs/pictures/make.py             all of them; takes some minutes
-    python docs/pictures/make.py many_blocks demo                  those of these functions
+    python docs/pictures/make.py many_blocks phone                 those of these functions
 
 `desk` and `phone` take theirs on the walk that tests/web/test_walk.py tests (tests/web/walk.py).
 """
@@ -14,14 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from docs.demo.make import DEMO, build
 from tests.support.chromium import launch
 from tests.web import walk
 
@@ -29,11 +27,10 @@ HERE = Path(__file__).parent
 DESK = {"width": 1440, "height": 900}
 PHONE = {"width": 390, "height": 844}
 STOPS = {  # of the walk -> pictures, and light or dark
-    "welcome": {"page-first-light": "light", "page-first-dark": "dark"},
+    "welcome": {"page-first-light": "light"},
     "shared blocks": {"page-light": "light"},
     "columns": {"page-columns": "light"},
     "lesson": {"page-dark": "dark"},
-    "phone: answer": {"page-phone-chat": "light"},
     "phone: block pool": {"page-phone": "light"},
 }
 ANSWERS_BEGUN = 110  # blocks in use: the twelve answers are some lines long
@@ -109,23 +106,7 @@ def many_blocks(browser: Browser) -> None:
             shoot(page, "page-10000")
 
 
-class QuietFiles(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def demo(browser: Browser) -> None:
-    build(DEMO)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(DEMO))) as host:
-        threading.Thread(target=host.serve_forever, daemon=True).start()
-        with opened(browser) as page:
-            page.goto(f"http://127.0.0.1:{host.server_port}/")
-            expect(page.locator(".pool-figures")).to_contain_text("blocks")
-            shoot(page, "demo")
-        host.shutdown()
-
-
-PICTURES = {make.__name__: make for make in (desk, phone, many_blocks, demo)}
+PICTURES = {make.__name__: make for make in (desk, phone, many_blocks)}
 
 if __name__ == "__main__":
     expect.set_options(timeout=MINUTE)

@@ -164,7 +164,7 @@ function build(element, resized) {
     status: make("p", { class: "timeline-status", role: "status" }),
     step: make("p", { class: "timeline-step", id: title }),
     scale: make("p", { class: "timeline-scale" }),
-    before: make("p", { class: "timeline-before", hidden: true }, "Before this page: steps only, no blocks"),
+    before: make("p", { class: "timeline-before", hidden: true }, "Before this page was opened: steps only, no blocks"),
   };
   parts.root = make(
     "div",

@@ -488,7 +488,7 @@ def test_the_steps_of_before_are_shown_and_said_to_be_without_blocks(open_pool: 
     pool_host.send(model.head(), {**model.frame("full"), "at": 120.5, "steps": steps})
     page = open_pool()
     note, step, bars = page.locator(".timeline-before"), page.locator(".timeline-step"), page.locator(".timeline-bars")
-    expect(note).to_have_text("Before this page: steps only, no blocks")
+    expect(note).to_have_text("Before this page was opened: steps only, no blocks")
     expect(page.locator("[data-figure=hits]")).to_have_text("80 %")
     expect(page.locator(".figure", has=page.locator("[data-figure=hits]")).locator("dt")).to_have_text("Prefix hits, 30 s")
     width = page.evaluate("document.querySelector('.timeline-bars').clientWidth")
