@@ -36,6 +36,7 @@ const int LANE_COUNT = 16, PARTS = LANE_COUNT / WIDTH;
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));       // one register
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Unsigned __attribute__((vector_size(4 * WIDTH)));
 
 struct Lanes {
     Vector part[PARTS];
@@ -341,7 +342,7 @@ template <bool ROUGH = false> INLINE Lanes power(const Lanes &t) {
         };
         if (ROUGH) polynomial(0.00957010128f, {0.0559178628f, 0.240247443f, 0.693121791f, 0.999999285f});
         else polynomial(0.00132764713f, {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f});
-        r.part[p] = q * (Vector)(((Integers)shifted + 127) << 23);
+        r.part[p] = q * (Vector)(((Unsigned)shifted + 127u) << 23);  // unsigned: the bits of NaN may overflow
     }
     return r;
 }

@@ -267,13 +267,14 @@ inline float largest_of(const float *values, int64_t count) {
     return bits_to_float(largest);
 }
 
-// Quantises a span of x to 8-bit codes.
+// Quantises a span of x to 8-bit codes. Infinity and NaN have no codes: the scale holds them, which makes every product NaN.
 inline void quantize_span(const float *values, int64_t count, int8_t *codes, float &scale, float &sum) {
     const float largest = largest_of(values, count), inverse = largest > 0 ? 127 / largest : 0.0f;
+    const bool finite = float_to_bits(largest) < 0x7f800000;
     scale = largest / 127;
     int total = 0;
     for (int64_t i = 0; i < count; i++) {
-        int code = int(nearbyintf(values[i] * inverse));
+        int code = finite ? int(nearbyintf(values[i] * inverse)) : 0;
         codes[i] = int8_t(code);
         total += code;
     }
