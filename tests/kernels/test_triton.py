@@ -101,8 +101,8 @@ def test_the_documents_name_the_gpus_that_kernels_are_compiled_for() -> None:
 
 # promise: kernels-gpus-compute
 def test_the_largest_kernels_compile_without_spilling(tmp_path: Path) -> None:
-    """Those of Hopper, and for every other GPU the products with 8-bit floats. All others are compiled by hand, below."""
-    others = [capability for capability in CAPABILITIES if capability != "90"]
+    """Those of Hopper, and the products with 8-bit floats for an older and two newer GPUs. All others are compiled by hand, below."""
+    others = ["86", "100", "121"]
     taken = compiled(tmp_path, "90:largest,attention,mixture", *(f"{capability}:fp8" for capability in others))
     assert {"prefill_hopper", "packed_gemm", "down_row"} <= {name for capability, name, _ in taken if capability == "90"}
     assert {("90", "multiply_tiles", "wgmma"), ("90", "packed_gemm", "wgmma")} <= set(map(tuple, taken))

@@ -21,6 +21,12 @@ from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, atten
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
+# Each level with half of the cache types, and each cache type on half of the levels. The rest is as slow, and runs in `make soak`.
+PAIRS = [
+    pytest.param(level, cache, marks=[] if (row + column) % 2 == 0 else pytest.mark.soak)
+    for row, level in enumerate(LEVELS)
+    for column, cache in enumerate(CACHES)
+]
 
 
 def check(case: AttentionCase, library: NativeLibrary) -> None:
@@ -39,8 +45,7 @@ def check(case: AttentionCase, library: NativeLibrary) -> None:
         assert error(out, attended_twin(case, qkv, *caches)) < (5e-3 if in_halves(library.level, case) else 1e-5)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_every_block_size_head_size_and_group_of_heads(level: str, cache: str) -> None:
     base = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
     for threads in (1, 2):
@@ -63,8 +68,7 @@ def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
                 check(AttentionCase(rows=MIXED, cache_kind=CACHES[cache], window=window, seed=window), library)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_scores_are_capped_and_sinks_take_part_in_them(level: str, cache: str) -> None:
     """In whole tasks, and where parts of a context are merged; with windows too."""
     for threads in (1, 3):
@@ -107,8 +111,7 @@ def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str)
                     check(AttentionCase(rows=rows, heads=2, kv_heads=1, cache_kind=CACHES[cache], window=window, seed=threads), library)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
     for threads in (1, 3):
         with running(level, threads) as library:
@@ -119,8 +122,7 @@ def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
 
 
 # promise: shared-reads
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(level: str, cache: str) -> None:
     for threads, seed in ((1, 1), (3, 2), (2, 3), (3, 4)):
         with running(level, threads) as library:

@@ -137,6 +137,7 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_name(cluster: Any, folde
     gone(rank_actors)
 
 
+@pytest.mark.soak
 def test_a_rank_that_finds_no_model_names_itself_and_its_node(cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = ray_ranks.RayPeer.__init__
 
@@ -275,6 +276,7 @@ def test_engines_that_cannot_work_are_refused_in_one_line(cluster: Any, endless:
     assert str(engines_refused(endless, 2)).startswith("no Ray cluster can be reached at 127.0.0.1:1 ")
 
 
+@pytest.mark.soak
 def test_a_node_without_the_model_names_the_engine_and_the_node(cluster: Any, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = AsyncLLM._orders
     monkeypatch.setattr(AsyncLLM, "_orders", lambda *given: msgspec.structs.replace(told(*given), path="/nowhere/model"))
