@@ -134,6 +134,8 @@ class PinKeeper:
         for entry in [entry for entry in entries if not entry.confirmed and not _is_alive(entry.maker)]:
             self._book.remove(entry.pin_id)
         wanted = {entry.pin_id for entry in entries}
+        self._not_before = {key: at for key, at in self._not_before.items() if key[1] in wanted}
+        self._losses = Counter({pin_id: losses for pin_id, losses in self._losses.items() if pin_id in wanted})
         for replica, pins in known:
             for pin_id in pins.keys() - wanted:
                 self._unpin(replica, pin_id)
@@ -159,7 +161,8 @@ class PinKeeper:
         except OctavoError as error:
             logger.warning("Engine %d could not compute a pinned prefix again, and tries it later: %s", replica.number, error)
             self._not_before[key] = time.monotonic() + AGAIN_SECONDS
-            self._losses[entry.pin_id] += vars(error).get("code") in ("engine_dead", "engine_lost")
+            if vars(error).get("code") in ("engine_dead", "engine_lost"):
+                self._losses[entry.pin_id] += 1
             if self._losses[entry.pin_id] >= MOST_LOSSES:
                 logger.error("A pinned prefix is released: %d engines died one after the other while they computed it", MOST_LOSSES)
                 self._forget(entry)

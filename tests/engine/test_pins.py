@@ -179,6 +179,33 @@ def test_deaths_of_engines_count_only_where_none_has_computed_the_prefix_since(m
     assert fates == [], "it was released too early"
 
 
+def test_pins_that_were_released_leave_nothing_behind() -> None:
+    replica: Any = SimpleNamespace(number=0, is_ready=True, pins={}, pins_before={}, send=lambda message: None)
+
+    async def compute(*_: object) -> None:
+        raise UnavailableError("the engine died", 1, "engine_dead")
+
+    def size(keeper: PinKeeper) -> int:
+        return sum(len(each) for each in vars(keeper).values() if isinstance(each, dict | set))
+
+    async def main() -> None:
+        keeper = PinKeeper(PinBook(), [replica], compute, leads=True)
+        for number in range(9):
+            with pytest.raises(UnavailableError):
+                await keeper.pin("failed", PREFIX)
+            keeper._book.add(entry(str(number)))
+            keeper._book.confirm(f"id-{number}")
+            keeper.check()
+            await asyncio.sleep(0)
+            assert keeper._not_before and keeper._losses, "its repair did not fail"
+            assert keeper.release(str(number))
+            await asyncio.sleep(0)
+        keeper.check()
+        assert size(keeper) == 0
+
+    run(main())
+
+
 def entry(name: str, seconds: float | None = None, maker: int = 0) -> PinEntry:
     return PinEntry(f"id-{name}", name, [1, 2, 3], "", maker or os.getpid(), None if seconds is None else time.monotonic() + seconds)
 
