@@ -20,6 +20,8 @@ from octavo.kernels.cpu.levels import Sample, open_native, use_best_level
 from octavo.kernels.cpu.library import (
     F32,
     FUNCTIONS,
+    K_PAD,
+    PANEL,
     STRUCTS,
     Draws,
     Layer,
@@ -70,6 +72,7 @@ def test_the_header_and_its_python_copy_agree_word_for_word() -> None:
     assert {name: len(arguments.split(",")) if arguments != "void" else 0 for name, arguments in declared.items()} == {
         name: len(arguments) for name, (_, arguments) in FUNCTIONS.items()
     }
+    assert f"{{ OCTAVO_PANEL = {PANEL}, OCTAVO_K_PAD = {K_PAD} }}" in HEADER
     for body, name in re.findall(r"typedef struct \{([^}]*)\} (\w+);", HEADER):
         fields = [re.sub(r"[\s*]", " ", part).split()[-1] for line in body.split(";") if line.strip() for part in line.split(",")]
         assert fields == [field[0] for field in {struct.__name__: struct for struct in STRUCTS}[name]._fields_], name

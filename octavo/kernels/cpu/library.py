@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo import layout
+
 PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
-PANEL, K_PAD = 16, 64  # rows of a panel, and what k is padded to
+PANEL, K_PAD = layout.PANEL, layout.K_PAD
 F32, BF16, Q8, Q4, F16 = range(5)  # formats of weights and, except Q4, of caches
 NO_MEMORY = -(2**31)  # result of functions that need buffers
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "clamped": 2}

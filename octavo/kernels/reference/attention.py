@@ -21,8 +21,7 @@ from octavo.kernels.reference.layer import norm_heads, rotate
 from octavo.kernels.reference.products import slow_here
 from octavo.kernels.share_words import DEPTH, IN_ALL, LINE, most_shares
 from octavo.kernels.team_words import LEVELS, OWN, Teams
-
-SCORES = 1 << 20  # computed at once, where scores are materialised
+from octavo.layout import SCORES
 
 
 def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:

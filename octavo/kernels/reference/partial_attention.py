@@ -13,7 +13,8 @@ queries at a time, so that a long prompt over a long context does not need all o
 import torch
 from torch import Tensor
 
-SCORES = 1 << 20  # at once
+from octavo.layout import SCORES
+
 LOWEST = -1e30  # finite, and below any score
 
 
