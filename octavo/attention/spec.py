@@ -86,6 +86,9 @@ class AttentionSpec:
         """Cosines and sines, each for half of the rotated dimensions."""
         return None if self.rope is None else ((self.rope, self.rotated), self.rotated)
 
+    def positions(self, max_len: int) -> Hashable:
+        return None if self.rope is None else (self.rope.up_to(max_len), self.rotated)
+
     def buffers(self, dtype: str) -> dict[str, Buffer]:
         token = Buffer((self.num_kv_heads, self.head_dim), dtype)
         buffers = {"k": token, "v": token}
