@@ -6,7 +6,8 @@
     bytes of the file      version, length: 8 bytes each | the entries, as msgpack
 
 An engine pins the prefixes of the registry, and loses them when it dies. Times are those of the monotonic clock, which all processes
-of a host share. A process that is stopped while it holds the lock must not stop the event loops of the others, so nobody waits long for it.
+of a host share. A process that is stopped while it holds the lock must not stop the event loops of the others: each wait for it is
+short.
 """
 
 import fcntl
