@@ -117,6 +117,7 @@ KILLED, STOPPED = (signal.SIGKILL, "rank 1 was killed by signal 9"), (signal.SIG
 SILENT = (signal.SIGSTOP, "rank 1 did not answer for 2 s")  # and nothing says that it was stopped
 
 
+# promise: rank-lost
 @pytest.mark.parametrize(
     ("number", "words", "stages"),
     [(*KILLED, 1), (*STOPPED, 1), (*SILENT, 2), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((*KILLED, 2), (*SILENT, 1)))],
