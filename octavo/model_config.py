@@ -6,7 +6,7 @@ of a config.json first. Every value is checked while it is read, so that the mod
 
 import json
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from octavo.errors import LoadError
@@ -34,6 +34,11 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     factors: tuple[float, ...] = ()  # longrope: each frequency is divided by its own
     long_factors: tuple[float, ...] = ()  # longrope: taken instead if max_model_len is above original_max_position
+
+    def up_to(self, max_len: int) -> "RopeConfig":
+        """Returns the config for sequences of at most this length, with one list of factors."""
+        is_long = max_len > self.original_max_position
+        return replace(self, factors=self.long_factors if is_long else self.factors, long_factors=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

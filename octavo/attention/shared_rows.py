@@ -16,9 +16,8 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import attend_part, zero_tail
+from octavo.kernels.reference.merge import merge_two, with_sinks
 from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST
-
-LOWEST = -1e30  # finite, and below any log-sum-exp
 
 Keys = tuple[Tensor, Tensor]  # k and v, [rows, tokens, kv_heads, head_dim] in float32
 
@@ -80,15 +79,11 @@ class Merged:
     def add(self, tokens: Tensor, mixed: Tensor, lse: Tensor) -> None:
         """mixed: [N, heads, head_dim], lse: [N, heads]"""
         places = torch.searchsorted(self._tokens, tokens)
-        before = self._lse[places]
-        total = torch.logaddexp(before, lse)
-        old, new = ((part - total.clamp(min=LOWEST)).exp_().unsqueeze(-1) for part in (before, lse))
-        self._mixed[places] = self._mixed[places] * old + mixed * new
-        self._lse[places] = total
+        self._mixed[places], self._lse[places] = merge_two(self._mixed[places], self._lse[places], mixed, lse)
 
     def give(self, sinks: Tensor | None, out: Tensor) -> None:
-        if sinks is not None:  # a score without a value: it reduces all weights equally
-            self._mixed *= (self._lse - torch.logaddexp(self._lse, sinks.float())).exp_().unsqueeze(-1)
+        if sinks is not None:
+            self._mixed *= (self._lse - with_sinks(self._lse, sinks)).exp_().unsqueeze(-1)
         out.index_copy_(0, self._tokens, self._mixed.to(out.dtype))
 
 

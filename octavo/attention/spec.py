@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
+from octavo.layout import SCORES, SHARE_LINE, TEAM_LEVELS
 from octavo.model_config import RopeConfig
 from octavo.policy.cache_spec import ITEM_BYTES, Buffer
 from octavo.policy.description import StepLoad
@@ -21,10 +22,6 @@ WORD = 4  # bytes
 DECODE_PROGRAMS = 640  # maximum programs of decode attention: four for each of 160 multiprocessors
 DECODE_SHARES = 2  # work items for each of them
 LEFT_PARTS = 2  # parts of long rows, for each of those
-SHARE_WORDS = 16  # int32 fields of a step, for each of those, and for each row and KV head
-TEAM_LEVELS = 8  # per row: results of shared-prefix groups
-PARTIAL_SCORES = 1 << 20  # that `kernels/reference/partial_attention.py` computes at once
-EXPLICIT_SCORES = 1 << 20  # that `kernels/reference/attention.py` computes at once, if it materialises scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +86,9 @@ class AttentionSpec:
         """Cosines and sines, each for half of the rotated dimensions."""
         return None if self.rope is None else ((self.rope, self.rotated), self.rotated)
 
+    def positions(self, max_len: int) -> Hashable:
+        return None if self.rope is None else (self.rope.up_to(max_len), self.rotated)
+
     def buffers(self, dtype: str) -> dict[str, Buffer]:
         token = Buffer((self.num_kv_heads, self.head_dim), dtype)
         buffers = {"k": token, "v": token}
@@ -122,7 +122,7 @@ class AttentionSpec:
         """
         if self.soft_cap is None and not self.sinks:
             return 0
-        scores = min(self.num_heads * load.tokens * load.context, max(EXPLICIT_SCORES, self.num_heads * load.gathered))
+        scores = min(self.num_heads * load.tokens * load.context, max(SCORES, self.num_heads * load.gathered))
         return (2 * self.kv_size * load.gathered + 2 * scores) * FLOAT32
 
     def _partial_bytes(self, load: StepLoad, item: int, cache_item: int) -> int:
@@ -133,7 +133,7 @@ class AttentionSpec:
         group = self.context_ranks * self.q_size
         token = (2 * self.q_size + 2 * self.kv_size) * item + group * (item + 2 * FLOAT32)
         keys = -(-load.context // self.context_ranks) * 2 * self.kv_size * (cache_item + FLOAT32)
-        return load.tokens * token + keys + 3 * PARTIAL_SCORES * FLOAT32
+        return load.tokens * token + keys + 3 * SCORES * FLOAT32
 
     def gathered_bytes(self, dtype: str, cache_dtype: str) -> int:
         """Returns the bytes per gathered key. From a cache of another dtype: k in the dtype of the run, and v during its conversion."""
@@ -162,7 +162,7 @@ class AttentionSpec:
         lines = shares * LEFT_PARTS * (self.num_heads // self.num_kv_heads)
         if self.window is None:
             lines += rows * TEAM_LEVELS * self.num_heads
-        return lines * (self.head_dim + 1) * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_WORDS * WORD
+        return lines * (self.head_dim + 1) * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_LINE * WORD
 
 
 def kv_buffers(cache: Mapping[str, T]) -> tuple[T, T, T | None, T | None]:

@@ -208,8 +208,9 @@ class AsyncLLM:
 
         Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item if possible.
         """
-        stream = self._submit(ask)
+        stream, trip = self._register(ask)
         try:
+            self._place(trip)
             while news := await stream.take():
                 yield news
         finally:
@@ -221,7 +222,8 @@ class AsyncLLM:
             async for _ in news:
                 pass
 
-    def _submit(self, ask: Ask) -> Stream:
+    def _register(self, ask: Ask) -> tuple[Stream, Trip]:
+        """Checks a request and opens its stream, before it is sent: an answer may come at once."""
         if self.state != "ready":
             raise UnavailableError(f"the engine is {self.state}", RETRY_SECONDS)
         self._count += 1
@@ -231,13 +233,13 @@ class AsyncLLM:
         request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, *terms)
         request.noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
         check_request(request, self.facts.limits)
-        self._place(Trip(request, engine=ask.engine))
-        stream = self._streams[request_id] = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
+        stream = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
         self._outputs.add(request, ask.prompt, stream)
+        self._streams[request_id] = stream
         if ask.timeout is not None:
             error = DeadlineError(f"the request was not done after {ask.timeout:g} s")
             stream.timer = asyncio.get_running_loop().call_later(ask.timeout, self._end, stream, error)
-        return stream
+        return stream, Trip(request, engine=ask.engine)
 
     def _end(self, stream: Stream, error: OctavoError) -> None:
         """Ends a request here and in the engine. Its reader gets the error."""

@@ -194,7 +194,8 @@ def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
     numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size} {config.expert_ranks}"
     overrides = json.dumps(config.hf_overrides, sort_keys=True)
-    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers, overrides
+    positions = facts.positions(geometry.max_model_len)
+    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers, overrides, positions
     return b"\0".join([weights, *(one.encode() for one in made)])
 
 

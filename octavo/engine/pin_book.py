@@ -1,12 +1,13 @@
 """`PinBook`: the registry of prefixes that must be pinned, for all API processes and across restarts of engines.
 
     one API process        a list in memory
-    several                an unnamed file that all processes have open; a process locks it to change it
+    several                an unnamed file that all processes have open; a process locks it to read or change it
 
     bytes of the file      version, length: 8 bytes each | the entries, as msgpack
 
 An engine pins the prefixes of the registry, and loses them when it dies. Times are those of the monotonic clock, which all processes
-of a host share.
+of a host share. A process that is stopped while it holds the lock must not stop the event loops of the others: each wait for it is
+short.
 """
 
 import fcntl
@@ -19,10 +20,12 @@ from contextlib import contextmanager
 import msgspec
 from msgspec import Struct
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnavailableError
 from octavo.policy.door import prefix_in_use
 
 MOST_PINS = 256
+LOCK_SECONDS = 0.1  # the longest wait for the lock: its holder keeps it for a few milliseconds, unless it was stopped
+TRY_SECONDS = 0.001  # between two tries
 _HEAD = struct.Struct("<QQ")
 
 
@@ -41,11 +44,14 @@ class PinEntry(Struct, array_like=True, frozen=True):
 
 
 class PinBook:
+    """If another process keeps the registry locked, all methods raise UnavailableError and change nothing."""
+
     def __init__(self, shared: int | None = None) -> None:
         """`shared`: the descriptor of a file that other processes have open, too. A new file is empty."""
         self._shared = shared
         self._version = 0
         self._entries: list[PinEntry] = []
+        self._is_held = False  # another process had the lock for too long: only one try, until that succeeds
 
     def entries(self) -> list[PinEntry]:
         """Returns all entries that have not expired, oldest first."""
@@ -81,12 +87,27 @@ class PinBook:
         if self._shared is None:
             yield
             return
-        fcntl.lockf(self._shared, kind)
+        self._lock(self._shared, kind)
         try:
             self._read(self._shared)
             yield
         finally:
             fcntl.lockf(self._shared, fcntl.LOCK_UN)
+
+    def _lock(self, shared: int, kind: int) -> None:
+        deadline = time.monotonic() + (0.0 if self._is_held else LOCK_SECONDS)
+        while True:
+            try:
+                fcntl.lockf(shared, kind | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # systems differ
+                self._is_held = time.monotonic() >= deadline
+                if self._is_held:
+                    text = "another API process keeps the list of pinned prefixes locked; try again later"
+                    raise UnavailableError(text, retry_after=1, code="prefixes_locked") from None
+                time.sleep(TRY_SECONDS)
+            else:
+                self._is_held = False
+                return
 
     def _live(self) -> list[PinEntry]:
         now = time.monotonic()

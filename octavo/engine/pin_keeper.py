@@ -40,6 +40,7 @@ class PinKeeper:
         self._repairs: dict[tuple[int, str], asyncio.Task[None]] = {}  # (engine, pin) -> its repair
         self._not_before: dict[tuple[int, str], float] = {}  # (engine, pin) -> time of the next attempt after a failed repair
         self._losses: Counter[str] = Counter()  # pin -> engines in a row that died while computing it
+        self._unwanted: set[str] = set()  # pins that this process gave up while the registry was locked
 
     async def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str = "", seconds: float | None = None) -> PinnedPrefix:
         """Returns when all ready engines have computed the prefix. If one of them cannot, none keeps it."""
@@ -77,11 +78,23 @@ class PinKeeper:
         """Releases a prefix without disturbing requests that use it. Returns False if there is no pin with this name."""
         entry = self._book.find(name)
         if entry is not None:
-            self._forget(entry)
+            self._book.remove(entry.pin_id)
+            self._unpin_everywhere(entry)
         return entry is not None
 
     def _forget(self, entry: PinEntry) -> None:
-        self._book.remove(entry.pin_id)
+        """Gives up a prefix that could not be computed. If the registry is locked, `check` removes the entry later."""
+        self._unwanted.add(entry.pin_id)
+        with suppress(UnavailableError):
+            self._remove_unwanted()
+        self._unpin_everywhere(entry)
+
+    def _remove_unwanted(self) -> None:
+        for pin_id in list(self._unwanted):
+            self._book.remove(pin_id)
+            self._unwanted.remove(pin_id)
+
+    def _unpin_everywhere(self, entry: PinEntry) -> None:
         for replica in self._replicas:
             self._unpin(replica, entry.pin_id)
 
@@ -110,13 +123,19 @@ class PinKeeper:
 
     def check(self) -> None:
         """Reconciles. Called a few times a second."""
-        if not self._leads:
-            return
+        with suppress(UnavailableError):  # the registry is locked: the next call does it
+            self._remove_unwanted()
+            if self._leads:
+                self._reconcile()
+
+    def _reconcile(self) -> None:
         known = [(replica, replica.pins) for replica in self._replicas if replica.is_ready and replica.pins is not None]
         entries = self._book.entries()  # read after the engines' reports, so a reported pin is in it unless it was released
         for entry in [entry for entry in entries if not entry.confirmed and not _is_alive(entry.maker)]:
             self._book.remove(entry.pin_id)
         wanted = {entry.pin_id for entry in entries}
+        self._not_before = {key: at for key, at in self._not_before.items() if key[1] in wanted}
+        self._losses = Counter({pin_id: losses for pin_id, losses in self._losses.items() if pin_id in wanted})
         for replica, pins in known:
             for pin_id in pins.keys() - wanted:
                 self._unpin(replica, pin_id)
@@ -142,7 +161,8 @@ class PinKeeper:
         except OctavoError as error:
             logger.warning("Engine %d could not compute a pinned prefix again, and tries it later: %s", replica.number, error)
             self._not_before[key] = time.monotonic() + AGAIN_SECONDS
-            self._losses[entry.pin_id] += vars(error).get("code") in ("engine_dead", "engine_lost")
+            if vars(error).get("code") in ("engine_dead", "engine_lost"):
+                self._losses[entry.pin_id] += 1
             if self._losses[entry.pin_id] >= MOST_LOSSES:
                 logger.error("A pinned prefix is released: %d engines died one after the other while they computed it", MOST_LOSSES)
                 self._forget(entry)

@@ -233,18 +233,20 @@ PREFIX = "octavo-engine-"
 NAME = "engine"
 MOST_BYTES = (103 if sys.platform == "darwin" else 107) - len(f"/{PREFIX}XXXXXXXX/{NAME}")  # of TMPDIR: the path of a socket has a limit
 SHORT_PLACE = "/tmp"
-YOUNG_SECONDS = 60.0
 
 
 class SocketFolder:
-    """A folder that is locked while its owner lives. An unlocked folder was left behind."""
+    """A folder that is locked while its owner lives. An unlocked folder was left behind, or is so new that its owner makes another."""
 
     def __init__(self) -> None:
         with told_with_tmpdir():
             place = _place()
             _sweep(place)
-            self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
-            self._lock = _locked(self._path)
+            lock = None
+            while lock is None:
+                self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
+                lock = _locked(self._path)
+            self._lock = lock
         self.address = f"ipc://{self._path / NAME}"
 
     def make_again(self) -> None:
@@ -253,8 +255,10 @@ class SocketFolder:
             if os.path.samestat(os.lstat(self._path), os.fstat(self._lock)):
                 return
         self._path.mkdir(0o700, parents=True)  # a folder that another user put there is not used
-        os.close(self._lock)
-        self._lock = _locked(self._path)
+        lock = _locked(self._path)
+        if lock is not None:
+            os.close(self._lock)
+            self._lock = lock
 
     def remove(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
@@ -280,21 +284,26 @@ def _fits(place: str) -> bool:
         return False
 
 
-def _locked(path: Path) -> int:
-    """Returns a descriptor that holds the lock."""
-    descriptor = os.open(path, os.O_RDONLY)
-    with suppress(OSError):  # some file systems have no locks; then the folder is not removed either
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+def _locked(path: Path) -> int | None:
+    """Returns a descriptor that holds the lock of a new folder, or None if another server has removed it before it was locked."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # some file systems have no locks; then the folder is not removed either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)
+    return None
 
 
 def _sweep(place: str) -> None:
-    """Removes folders whose owner was killed. A very young folder stays, since it may not be locked yet."""
+    """Removes this user's folders whose owner was killed."""
     for path in Path(place).glob(f"{PREFIX}*"):
         with suppress(OSError):  # it belongs to another user, is being removed by another process, or is locked
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if time.time() - os.fstat(descriptor).st_mtime > YOUNG_SECONDS:
+                if os.fstat(descriptor).st_uid == os.geteuid():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)
             finally:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WORD_BITS = 16
-MAX_SPAN = 32
+from octavo import layout
+
+WORD_BITS, MAX_SPAN = layout.WORD_BITS, layout.MAX_SPAN
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,11 +10,12 @@ are read. The noise words are unsigned, and use all 32 bits. The offset of a row
 
 from dataclasses import dataclass
 
+from octavo import layout
 from octavo.errors import ConfigError
 
 NUM_TOKENS, NUM_PROMPT, TEMPERATURE, NOISE = range(4)
-NOISE_WORDS = 4  # key, key, stream, high
-HEAD = 8  # start of the first block table
+NOISE_WORDS = layout.NOISE_WORDS
+HEAD = layout.ROW_HEAD  # start of the first block table
 MOST_WORDS = 65_535 * 1024  # of a row: a run is copied by programs in the second dimension of a grid, which is limited
 
 

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from octavo import layout
 from octavo.kernels.team_words import Teams
 
 TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS, ARRIVED, DEPTH = range(10)
 IN_ALL = 0  # field of the header
-LINE = 16  # words
+LINE = layout.SHARE_LINE
 
 
 def most_shares(rows: int, kv_heads: int, programs: int, each: int) -> int:

@@ -98,27 +98,86 @@ class RowOrder:
         alike[:1] = 0
         return alike
 
-    def add(self, row: int) -> None:
-        """Inserts a row: among the rows with the same first block, among these those with the same second block, and so on."""
-        low, high, depth = 0, len(self.rows), 0  # the rows of [low, high) share `depth` blocks with it
-        while depth < self.full[row] and self._tables[row, depth] != NULL_BLOCK:
-            others = self.rows[low:high]
-            (same,) = ((self._tables[others, depth] == self._tables[row, depth]) & (self.full[others] > depth)).nonzero()
-            if not len(same):
-                break
-            low += int(same[0])
-            (different,) = (self.alike[low + 1 : high] <= depth).nonzero()
-            high = low + 1 + int(different[0]) if len(different) else high
-            depth = self._common(row, int(self.rows[low]), depth, int(self.alike[low + 1 : high].min(initial=self._tables.shape[1])))
-        self.rows = np.insert(self.rows, high, row)
-        self.alike = np.insert(self.alike, high, depth)
+    def add(self, rows: NDArray[np.int64]) -> None:
+        """Inserts rows, each as if it came after the one before it: behind the rows with the same first block, among these behind
+        those with the same second block, and so on."""
+        lengths = self._lengths(rows)
+        found: list[tuple[int, int, list[int], list[int]]] = []  # place, depth, new rows for that place, what each shares with the next
+        waiting = [(0, len(self.rows), 0, list(range(len(rows))))]  # indices of new rows that share `depth` blocks with [low, high)
+        while waiting:
+            low, high, depth, new = waiting.pop()
+            groups: dict[int, list[int]] = {}  # by the next block; rows that end here are alone
+            for index in new:
+                block = int(self._tables[rows[index], depth]) if lengths[index] > depth else -1 - index
+                groups.setdefault(block, []).append(index)
+            for block, some in groups.items():
+                if block < 0 or low == high or (child := self._child(low, high, depth, block)) is None:
+                    found.append((high, depth, *self._tree(rows, lengths, some, depth)))
+                else:
+                    waiting.append((*child, self._common(*child, depth, rows[some], lengths[some]), some))
+        found.sort(key=lambda one: (one[0], -one[1]))  # at one place, those with more in common first
+        places = np.repeat([place for place, *_ in found], [len(some) for _, _, some, _ in found])
+        self.rows = np.insert(self.rows, places, rows[[index for _, _, some, _ in found for index in some]])
+        self.alike = np.insert(self.alike, places, [each for _, depth, _, depths in found for each in (depth, *depths)])
 
-    def _common(self, row: int, other: int, first: int, last: int) -> int:
-        """Returns the number of blocks that two rows have in common, at most `last`; the first ones are known to be equal."""
-        last = min(last, int(self.full[row]), int(self.full[other]))
-        one = self._tables[row, first:last]
-        (different,) = ((one != self._tables[other, first:last]) | (one == NULL_BLOCK)).nonzero()
-        return first + int(different[0]) if len(different) else last
+    def _lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns how many blocks each row may share: those that it will not write to again, up to the first null block."""
+        full = self.full[rows]
+        is_null = self._tables[rows, : int(full.max())] == NULL_BLOCK
+        return np.where(is_null.any(1), np.minimum(full, is_null.argmax(1)), full) if is_null.any() else full
+
+    def _child(self, low: int, high: int, depth: int, block: int) -> tuple[int, int] | None:
+        """Returns the first rows of [low, high) with this block at this depth, if there are any. All share the blocks before it."""
+        others = self.rows[low:high]
+        (same,) = ((self._tables[others, depth] == block) & (self.full[others] > depth)).nonzero()
+        if not len(same):
+            return None
+        first = low + int(same[0])
+        (different,) = (self.alike[first + 1 : high] <= depth).nonzero()
+        return first, first + 1 + int(different[0]) if len(different) else high
+
+    def _common(self, low: int, high: int, depth: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+        """Returns the number of blocks that all these rows and those of [low, high) have in common; up to `depth` they are equal."""
+        first = self.rows[low]
+        most = min(int(self.alike[low + 1 : high].min(initial=self.full[first])), int(self.full[first]), int(lengths.min()))
+        (different,) = (self._tables[rows, depth:most] != self._tables[first, depth:most]).any(0).nonzero()
+        return depth + int(different[0]) if len(different) else most
+
+    def _tree(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], some: list[int], depth: int) -> tuple[list[int], list[int]]:
+        """Returns rows with a common beginning in their order, and the blocks that each but the first shares with the one before it.
+
+        Rows are sorted by their blocks, so the rows of each subtree are neighbours. Its children are then sorted by their first rows.
+        """
+        if len(some) == 1:
+            return some, []
+        lines = self._tables[rows[some], : int(lengths[some].max())]
+        keys = [line[:length].tobytes() for line, length in zip(lines, lengths[some].tolist())]
+        order = sorted(range(len(some)), key=keys.__getitem__)
+        some = [some[at] for at in order]
+        lines = lines[order]
+        differ = lines[1:, depth:] != lines[:-1, depth:]
+        ends = np.minimum(lengths[some[1:]], lengths[some[:-1]])
+        depths = np.minimum(np.where(differ.any(1), depth + differ.argmax(1), lines.shape[1]), ends).tolist()
+        open_ones: list[tuple[int, list[tuple[list[int], list[int]]]]] = []  # from the outermost to the innermost: depth, children
+        done: tuple[list[int], list[int]] = [some[0]], []
+        for index, deep in zip([*some[1:], -1], [*depths, -1]):
+            while open_ones and open_ones[-1][0] > deep:
+                around, children = open_ones.pop()
+                done = _joined(around, [*children, done])
+            if not open_ones or open_ones[-1][0] < deep:
+                open_ones.append((deep, []))
+            open_ones[-1][1].append(done)
+            done = [index], []
+        return open_ones[0][1][0]
+
+
+def _joined(depth: int, children: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[int]]:
+    """Joins subtrees that share `depth` blocks, those first whose first row came first."""
+    (rows, depths), *others = sorted(children)
+    for more, inner in others:
+        rows += more
+        depths += [depth, *inner]
+    return rows, depths
 
 
 class SharedReads:
@@ -154,8 +213,8 @@ class SharedReads:
         if gone.any():
             self._order.keep(~gone[self._order.rows])
         new = rows[self._seen[rows] == 0]
-        for row in new.tolist():
-            self._order.add(row)
+        if len(new):
+            self._order.add(new)
         self._version[new] = versions[new]
 
     def _chosen(self, rows: Words) -> SharedKeys:

@@ -18,14 +18,15 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from octavo import layout
 from octavo.kernels.shared_keys import SharedKeys, Words
 
 OWN, LEVELS = range(2)  # fields of a scheduled row
-ENTRY = 2  # words
+ENTRY = layout.TEAM_ENTRY
 BEGIN, END, LEVEL, COUNT, ROWS = range(5)  # fields of a group; its rows start at ROWS
-LINE = 128  # words
+LINE = layout.TEAM_LINE
 MOST_ROWS = 64  # in a group
-MOST_LEVELS = 8
+MOST_LEVELS = layout.TEAM_LEVELS
 LEAST_PIECE = 256  # keys
 
 

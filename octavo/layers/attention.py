@@ -85,8 +85,7 @@ def frequencies(config: RopeConfig, dim: int, max_len: int) -> Tensor:
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=TABLE_DEVICE) / dim
     base = 1.0 / config.theta**exponent
     if config.kind == "longrope":
-        factors = config.long_factors if max_len > config.original_max_position else config.factors
-        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=TABLE_DEVICE) * config.theta**exponent)
+        return 1.0 / (torch.tensor(config.up_to(max_len).factors, dtype=torch.float32, device=TABLE_DEVICE) * config.theta**exponent)
     if config.kind == "linear":
         return base / config.factor
     if config.kind == "llama3":

@@ -22,10 +22,10 @@ from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights, region_places
 from octavo.errors import ConfigError
 from octavo.kernels.ops import partial_attention, write_kv
+from octavo.kernels.reference.merge import part_weights
 from octavo.layers.comm import Comm
 
 KERNELS = ("cpu", "triton")  # backends that this one replaces
-LOWEST = -1e30  # finite, and below any score
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,6 @@ def own_slots(slots: Tensor, block_size: int, rank: int, ranks: int, elsewhere: 
     """
     block, offset = slots // (block_size * ranks), slots % (block_size * ranks)
     return torch.where(offset // block_size == rank, block * block_size + offset % block_size, elsewhere)
-
-
-def weights_of_ranks(lse: Tensor) -> Tensor:
-    """Returns the weight of each rank's part, from log-sum-exps [..., ranks]. If no rank has seen a key, all are 0."""
-    weights = (lse - lse.amax(-1, keepdim=True).clamp(min=LOWEST)).exp()
-    return weights / weights.sum(-1, keepdim=True).clamp(min=1)  # the largest is 1
 
 
 def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionBackend]:
@@ -94,7 +88,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
                 of_all, cache["k"], cache["v"], batch.attention.tables, batch.query_start, batch.context_len, self.spec.scale, rank, ranks,
                 self.spec.window, scales=(cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None,
             )  # fmt: skip
-            weights = weights_of_ranks(comm.all_gather(lse.unsqueeze(-1)))  # [T, heads of the group, ranks]
+            weights = part_weights(comm.all_gather(lse.unsqueeze(-1)))  # [T, heads of the group, ranks]
             merged = comm.all_reduce(part.mul_(weights[..., rank, None]))
             return out.copy_(merged[:, rank * heads : (rank + 1) * heads])
 

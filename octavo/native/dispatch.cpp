@@ -118,45 +118,58 @@ int octavo_threads(void) {
 }
 
 int octavo_step(const Model *model, const Step *step) {
-    Turn turn;
-    return run_step(*model, *step);
+    return with_buffers([&] { return run_step(*model, *step); });
 }
-void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
-    Turn turn;
-    multiply_all(*matrix, x, y, rows, tokens);
+int octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
+    return with_buffers([&] {
+        multiply_all(*matrix, x, y, rows, tokens);
+        return 0;
+    });
 }
-void octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens) {
-    Turn turn;
-    gate_up_all(*matrix, activation, x, y, rows, tokens);
+int octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens) {
+    return with_buffers([&] {
+        gate_up_all(*matrix, activation, x, y, rows, tokens);
+        return 0;
+    });
 }
-void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens) {
-    Turn turn;
-    mix_all(*mixture, activation, x, y, tokens);
+int octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens) {
+    return with_buffers([&] {
+        mix_all(*mixture, activation, x, y, tokens);
+        return 0;
+    });
 }
-void octavo_cap_logits(const Model *model, float *logits, int64_t count) {
-    Turn turn;
-    cap_all(*model, logits, count);
-}
-
-void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size) {
-    Turn turn;
-    together([&](int thread) {
-        Range mine = share(rows, thread, pool().threads());
-        for (int64_t row = mine.begin; row < mine.end; row++)
-            kernels_.add_rms_norm(stream + row * size, x ? x + row * size : nullptr, weight, eps, y + row * size, size);
+int octavo_cap_logits(const Model *model, float *logits, int64_t count) {
+    return with_buffers([&] {
+        cap_all(*model, logits, count);
+        return 0;
     });
 }
 
-void octavo_write(const Model *model, int layer, const Step *step, float *qkv) {
-    Turn turn;
-    together([&](int thread) {
-        Range mine = share(step->num_tokens, thread, pool().threads());
-        for (int64_t token = mine.begin; token < mine.end; token++) kernels_.write(*model, model->layers[layer], *step, qkv, token);
+int octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size) {
+    return with_buffers([&] {
+        together([&](int thread) {
+            Range mine = share(rows, thread, pool().threads());
+            for (int64_t row = mine.begin; row < mine.end; row++)
+                kernels_.add_rms_norm(stream + row * size, x ? x + row * size : nullptr, weight, eps, y + row * size, size);
+        });
+        return 0;
     });
 }
 
-void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out) {
-    Turn turn;
-    attend_all(*model, layer, *step, qkv, out);
+int octavo_write(const Model *model, int layer, const Step *step, float *qkv) {
+    return with_buffers([&] {
+        together([&](int thread) {
+            Range mine = share(step->num_tokens, thread, pool().threads());
+            for (int64_t token = mine.begin; token < mine.end; token++) kernels_.write(*model, model->layers[layer], *step, qkv, token);
+        });
+        return 0;
+    });
+}
+
+int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out) {
+    return with_buffers([&] {
+        attend_all(*model, layer, *step, qkv, out);
+        return 0;
+    });
 }
 }

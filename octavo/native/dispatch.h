@@ -1,8 +1,11 @@
 // The kernels in use, and how they run on all threads.
 #pragma once
 #include <functional>
+#include <new>
+#include <stdexcept>
 
 #include "levels.h"
+#include "pool.h"
 
 namespace octavo {
 
@@ -11,6 +14,19 @@ void choose_level();                                  // the highest one, if non
 void together(const std::function<void(int)> &body);  // on every thread of the pool, with AMX tiles configured
 void *scratch(int thread);
 void make_scratch(int threads);
+
+// Makes a call of the C ABI that needs buffers. Returns the result of `body`, or OCTAVO_NO_MEMORY.
+template <class Body> int with_buffers(Body body) {
+    Turn turn;
+    try {
+        return body();
+    } catch (const std::bad_alloc &) {
+        return OCTAVO_NO_MEMORY;
+    } catch (const std::length_error &) {  // of a vector that could never be so long
+        return OCTAVO_NO_MEMORY;
+    }
+}
+
 void unpack_row(const Matrix &matrix, int64_t row, float *to);
 
 int run_step(const Model &model, const Step &step);

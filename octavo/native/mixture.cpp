@@ -30,6 +30,8 @@ static RowBuffer routed_, weighed_, read_, sorted_, inner_;  // input rows of th
 static RowBuffer shared_read_, shared_inner_;
 static Buffer scores_, gates_, chosen_, source_, gated_, made_, shared_gated_, shared_made_;
 static std::vector<Job> ups_, downs_;  // each with one extra entry, which marks the end
+static std::vector<int64_t> begin_;    // the first sorted row of each expert, and the end
+static std::vector<int64_t> next_;     // the next sorted row of each expert, while rows are assigned
 static int64_t used_;                  // number of sorted rows
 
 static int64_t bits_of(const Matrix &matrix) {
@@ -120,25 +122,24 @@ static void choose(const Mixture &mixture, const float *scores, Chosen *chosen) 
 }
 
 // Assigns every chosen expert its sorted row.
-static std::vector<int64_t> sort(const Mixing &mixing) {
+static void sort(const Mixing &mixing) {
     const Mixture &mixture = mixing.mixture;
     auto here = [&](const Chosen &one) { return one.expert >= mixture.first && one.expert < mixture.first + mixture.held; };
-    std::vector<int64_t> begin(size_t(mixture.held) + 1);  // of each expert, and of the end
+    begin_.assign(size_t(mixture.held) + 1, 0);
     Chosen *chosen = mixing.chosen(), *end = chosen + mixing.places;
     for (Chosen *one = chosen; one < end; one++)
-        if (here(*one)) begin[size_t(one->expert - mixture.first) + 1]++;
-    for (int32_t expert = 0; expert < mixture.held; expert++) begin[expert + 1] += begin[expert];
-    std::vector<int64_t> next = begin;
+        if (here(*one)) begin_[size_t(one->expert - mixture.first) + 1]++;
+    for (int32_t expert = 0; expert < mixture.held; expert++) begin_[expert + 1] += begin_[expert];
+    next_ = begin_;
     for (Chosen *one = chosen; one < end; one++) {
-        one->place = here(*one) ? next[size_t(one->expert - mixture.first)]++ : -1;
+        one->place = here(*one) ? next_[size_t(one->expert - mixture.first)]++ : -1;
         if (one->place >= 0) mixing.source()[one->place] = (one - chosen) / mixture.chosen;
     }
-    used_ = begin.back();
-    return begin;
+    used_ = begin_.back();
 }
 
-// Creates the products of all chosen experts. begin: the first sorted row of each expert
-static void list_jobs(const Mixing &mixing, const std::vector<int64_t> &begin) {
+// Creates the products of all chosen experts.
+static void list_jobs(const Mixing &mixing) {
     const Mixture &mixture = mixing.mixture;
     const int64_t held = mixture.held, up = mixture.experts_gate_up.n / held;
     ups_.clear(), downs_.clear();
@@ -153,7 +154,7 @@ static void list_jobs(const Mixing &mixing, const std::vector<int64_t> &begin) {
     const Rows sorted = mixing.tokens > 1 ? mixing.sorted() : mixing.read(), inner = mixing.inner();
     const Target gated = mixing.gated();
     for (int64_t expert = 0; expert < held; expert++) {
-        const int64_t first = begin[expert], count = begin[expert + 1] - first, place = first * gated.stride;
+        const int64_t first = begin_[expert], count = begin_[expert + 1] - first, place = first * gated.stride;
         if (count == 0) continue;
         add(expert_of(mixture.experts_gate_up, expert, held, up),
             some_rows(mixture.experts_gate_up, sorted, mixing.tokens > 1 ? first : 0, count),
@@ -195,6 +196,8 @@ void reserve_mixture(const Mixture &mixture, int64_t tokens) {
     mixing.scores(), mixing.chosen(), mixing.source(), mixing.made();
     if (mixing.weighed) mixing.weighing(), mixing.gates();
     if (mixing.shared) mixing.shared_read(), mixing.shared_gated(), mixing.shared_made();
+    const size_t held = size_t(mixture.held);
+    begin_.reserve(held + 1), next_.reserve(held + 1), ups_.reserve(held + 2), downs_.reserve(held + 2);  // with the shared expert
 }
 
 void take_token(const Mixture &mixture, int64_t tokens, int64_t token, const float *row) {
@@ -215,7 +218,7 @@ void mix(const Mixture &mixture, int activation, int64_t tokens, float *y, Worke
     if (tokens > TOKENS) me.deal(tokens, TOKENS, choose_for);
     me.deal(1, 1, [&](int64_t, int64_t) {
         if (tokens <= TOKENS) choose_for(0, tokens);
-        list_jobs(mixing, sort(mixing));
+        sort(mixing), list_jobs(mixing);
     });
     if (tokens > 1)
         me.deal(used_, TOKENS, [&](int64_t place, int64_t end) {

@@ -6,7 +6,8 @@
 //     Draws         rows of logits to sample from; Ranking: rows whose best tokens are requested
 //     Group         the ranks that share a model, processes of one host, and the memory through which they communicate
 //
-// Errors are checked in Python, before the call. Only functions that communicate with other ranks may fail, see Group.
+// Errors are checked in Python, before the call. Functions that communicate with other ranks may fail, see Group. Functions that need
+// buffers return OCTAVO_NO_MEMORY if there is no memory for these, and compute nothing; otherwise 0, if nothing else is said.
 //
 // Panels. y[m][n] = sum_k x[m][k] * w[n][k]. 16 rows n are interleaved, so that a vector register holds one k, a pair or
 // a quad of k for all 16, and K is padded with zeros to a multiple of 64, and of the group:
@@ -28,6 +29,7 @@ extern "C" {
 
 enum { OCTAVO_PANEL = 16, OCTAVO_K_PAD = 64 };
 enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3, OCTAVO_F16 = 4 };  // storage formats of weights
+enum { OCTAVO_NO_MEMORY = INT32_MIN };
 // Gate functions: silu(gate) * up; gelu(gate) * up with the tanh approximation; (up + 1) * gate * sigmoid(1.702 * gate), with gates
 // limited to 7 and ups clamped to [-7, 7].
 enum { OCTAVO_SWIGLU = 0, OCTAVO_GEGLU = 1, OCTAVO_CLAMPED = 2 };
@@ -172,7 +174,7 @@ int octavo_level(void);
 void octavo_set_threads(int threads);        // starts and stops workers; the caller is one of them
 int octavo_threads(void);
 
-int octavo_step(const Model *model, const Step *step);  // not 0: communication between ranks failed, and there are no results
+int octavo_step(const Model *model, const Step *step);  // otherwise not 0: communication between ranks failed, and there are no results
 
 // Collective operations of ranks.
 int64_t octavo_group_bytes(int size, int64_t slot_bytes);                                               // the size of the memory
@@ -182,18 +184,18 @@ void octavo_abort(const Group *group);                                          
 
 // The parts of a step, for the layer-by-layer path and for tests against the torch references.
 // tokens: of the step that the rows belong to. Unless it is a small batch, no row is multiplied as 8-bit codes.
-void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);       // y: [rows][n]
-void octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);  // y: [rows][n / 2]
-void octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);      // y: [tokens][hidden]
-void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size);
-void octavo_write(const Model *model, int layer, const Step *step, float *qkv);                         // norms, rotates, stores
-void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);      // out: [tokens][heads * head_dim]
+int octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);        // y: [rows][n]
+int octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);   // y: [rows][n / 2]
+int octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);       // y: [tokens][hidden]
+int octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size);
+int octavo_write(const Model *model, int layer, const Step *step, float *qkv);                          // norms, rotates, stores
+int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);       // out: [tokens][heads * head_dim]
 
-void octavo_cap_logits(const Model *model, float *logits, int64_t count);                               // in place
+int octavo_cap_logits(const Model *model, float *logits, int64_t count);                                // in place
 
 // Rows are independent of each other and divided among threads.
-void octavo_draw(const Draws *draws);
-void octavo_rank(const Ranking *ranking);
+int octavo_draw(const Draws *draws);
+int octavo_rank(const Ranking *ranking);
 void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // for tokens 0 to count - 1
 
 // Packing, once at load. Sources are row major; `data`, `scale`, `offset` and `top` of the matrix are written.

@@ -27,6 +27,8 @@ static std::vector<Buffer> scratch_;
 struct Own {
     Buffer stream, row;
     RowBuffer normed, made;
+
+    void match(const Own &other) { stream.match(other.stream), row.match(other.row), normed.match(other.normed), made.match(other.made); }
 };
 static std::vector<Own> own_;
 
@@ -39,7 +41,10 @@ void work(const std::function<void(Worker &)> &body) {
 }
 
 void *scratch(int thread) { return scratch_[thread].get<char>(SCRATCH_BYTES); }
-void make_scratch(int threads) { scratch_.resize(threads), own_.resize(threads); }
+void make_scratch(int threads) {
+    scratch_.resize(threads), own_.resize(threads);
+    for (int thread = 0; thread < threads; thread++) scratch(thread);
+}
 
 void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t count, int64_t tokens) {
     if (!count) return;
@@ -105,26 +110,38 @@ void cap_all(const Model &model, float *logits, int64_t count) {
     if (caps(model)) work([&](Worker &me) { cap_logits(model, logits, count, me); });
 }
 
-// Layers may differ, so buffers get the largest size before threads start: they must not grow while they are in use.
+// Layers may differ, so buffers get the largest size before threads start: they must not grow while they are in use, nor on another
+// thread.
 struct StepBuffers {
     float *stream, *added, *qkv, *attended, *gated;
 
     StepBuffers(const Model &model, const Step &step) {
         const int64_t tokens = step.num_tokens;
         int64_t widest = 1, queries = 1, inner = 1;
+        make_scratch(pool().threads());
         for (const Layer *layer = model.layers; layer < model.layers + model.num_layers; layer++) {
             widest = std::max<int64_t>(widest, (layer->heads + 2 * layer->kv_heads) * layer->head_dim);
             queries = std::max<int64_t>(queries, layer->heads * layer->head_dim);
-            normed_.get(layer->qkv, tokens, tokens), made_.get(layer->output, tokens, tokens);
+            reserve_rows(layer->qkv, layer->output, tokens);
             if (layer->mixture) reserve_mixture(*layer->mixture, tokens);
             else {
                 inner = std::max(inner, layer->down.k);
-                normed_.get(layer->gate_up, tokens, tokens), made_.get(layer->down, tokens, tokens);
+                reserve_rows(layer->gate_up, layer->down, tokens);
             }
         }
         if (step.num_samples && !step.passed) normed_.get(model.head, step.num_samples, tokens);
         stream = stream_.get<float>(tokens * model.hidden), added = added_.get<float>(tokens * model.hidden);
         qkv = qkv_.get<float>(tokens * widest), attended = attended_.get<float>(tokens * queries), gated = gated_.get<float>(tokens * inner);
+        if (tokens > TOKENS) return;
+        own_[0].stream.get<float>(tokens * model.hidden), own_[0].row.get<float>(model.hidden);
+        for (Own &own : own_) own.match(own_[0]);
+    }
+
+private:
+    // Rows of the two products of a sub-layer.
+    static void reserve_rows(const Matrix &first, const Matrix &last, int64_t tokens) {
+        normed_.get(first, tokens, tokens), made_.get(last, tokens, tokens);
+        if (tokens <= TOKENS) own_[0].normed.get(first, tokens, tokens), own_[0].made.get(last, tokens, tokens);
     }
 };
 

@@ -5,23 +5,28 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <new>
 
 #include "dispatch.h"
 #include "pool.h"
 
 namespace octavo {
 
-// Memory that grows and is reused from step to step.
+// Memory that grows and is reused from step to step. It may grow only on the thread of the caller, where std::bad_alloc is caught.
 class Buffer {
 public:
     template <class T> T *get(int64_t count) {
         size_t bytes = (size_t(count) * sizeof(T) + 4095) / 4096 * 4096;
         if (bytes > bytes_) {
+            memory_.reset(), bytes_ = 0;
             memory_.reset(static_cast<char *>(std::aligned_alloc(4096, bytes)));
+            if (!memory_) throw std::bad_alloc();
             bytes_ = bytes;
         }
         return reinterpret_cast<T *>(memory_.get());
     }
+
+    void match(const Buffer &other) { get<char>(int64_t(other.bytes_)); }
 
 private:
     struct Free {
@@ -50,6 +55,8 @@ struct RowBuffer {
         if (rows.form == Form::INT8) rows.sum = sum.get<float>(spans);
         return rows;
     }
+
+    void match(const RowBuffer &other) { values.match(other.values), scale.match(other.scale), sum.match(other.sum); }
 };
 
 // The progress of a thread through a step. All threads go through the same phases; a phase ends when its work is done.

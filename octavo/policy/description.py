@@ -85,6 +85,9 @@ class MixerSpec(Protocol):
     def position_table(self) -> tuple[Hashable, int] | None:
         """The key of the table in which it looks up positions, and the table's numbers per position. Equal keys share a table."""
 
+    def positions(self, max_len: int) -> Hashable:
+        """What determines the numbers of that table for a position, if sequences have at most this length."""
+
     @property
     def gpu_token_numbers(self) -> int:
         """Numbers per token at the peak on a GPU."""

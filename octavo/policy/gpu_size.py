@@ -11,6 +11,7 @@ Nothing depends on the context length: attention gathers no keys, and builds mas
 
 from collections.abc import Mapping
 
+from octavo.layout import ENTRY_WORDS, MAX_SPAN, ROW_HEAD, SLAB, SLOT_WORDS, TEAM_ENTRY, TEAM_LINE, TOKEN_WORDS, WORD_BITS
 from octavo.policy.activations import FLOAT32
 from octavo.policy.description import LayerShape, Matrix, ModelDescription, StepLoad
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
@@ -20,11 +21,6 @@ CONTEXT = 520 * MIB  # of a process, once CUDA has started
 LIBRARIES = 160 * MIB  # compiled kernels, and the workspaces of cuBLAS: allocated while the engine starts
 FLASHINFER = 144 * MIB  # its workspaces, for a step with two kinds of layers
 WORD = 4  # bytes
-CODE_WORD, SPAN = 16, 32  # bits, and columns that are interleaved in the words of a matrix
-SLAB = 2**24  # weights that are dequantised at once, for steps of many tokens
-ROW_HEAD = 16  # words before the block table
-ENTRY_WORDS = 146  # of a step, for each possible row: 16, and 130 for shared-prefix groups
-TOKEN_WORDS = 6  # for each token: id, position, slot
 ADJUSTED_LOGITS = 2**24  # at once, when penalties apply
 ADJUSTED = 2 * FLOAT32  # bytes for each: the score, and the count of the token in the row
 LAUNCHED = 10**13  # parameters * tokens: a larger step takes longer to compute than to launch kernel by kernel (30 ms on an H200)
@@ -77,10 +73,15 @@ def gpu_graph_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
     return _layer_bytes(model, item, largest) + hidden * model.hidden_size * item + GRAPHS * len(model.layers) * KERNELS * KERNEL_BYTES
 
 
-def gpu_row_bytes(model: ModelDescription, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
-    """Returns the bytes of the rows, of the largest step built from them, and of the rotation tables. `tokens`: of a step"""
-    step = rows * (max_blocks + ENTRY_WORDS) + tokens * TOKEN_WORDS
-    return (rows * (ROW_HEAD + max_blocks + max_len) + step) * WORD + max_len * model.position_numbers * FLOAT32
+def gpu_row_bytes(model: ModelDescription, rows: int, tokens: int, max_len: int, groups: int, max_blocks: int) -> int:
+    """Returns the bytes of the rows, of the largest step built from them, and of the rotation tables.
+
+    `tokens`: of a step. `groups`: cache groups. `max_blocks`: of a block table
+    """
+    tables = groups * max_blocks
+    step = rows * (tables + ENTRY_WORDS) + tokens * (TOKEN_WORDS + groups * SLOT_WORDS)
+    teams = groups * rows * (TEAM_ENTRY + TEAM_LINE)
+    return (rows * (ROW_HEAD + tables + max_len) + step + teams) * WORD + max_len * model.position_numbers * FLOAT32
 
 
 def _layer_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
@@ -102,7 +103,7 @@ def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     if codes.fp8_span:
         scales = matrix.rows if codes.fp8_span == matrix.columns else matrix.numbers // codes.fp8_span**2
         return matrix.numbers + scales * FLOAT32 + bias
-    block = CODE_WORD // codes.bits * min(codes.group, SPAN)
+    block = WORD_BITS // codes.bits * min(codes.group, MAX_SPAN)
     columns = -(-matrix.columns // block) * block  # padded
     groups = -(-columns // codes.group)
     order = matrix.columns * 2 * WORD if codes.order else 0

@@ -248,7 +248,7 @@ class _Planner:
             activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # the pool is last
             graphs=graphs,
             rows=gpu_row_bytes(
-                model, rows, config.max_num_batched_tokens, max_len, len(self.groups) * -(-max_len // config.block_tokens)
+                model, rows, config.max_num_batched_tokens, max_len, len(self.groups), -(-max_len // config.block_tokens)
             ),
             other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0) + on_host,
         )

@@ -6,11 +6,11 @@ padded to 64, or to a group.
 
 from collections.abc import Collection, Mapping
 
+from octavo.layout import K_PAD, PANEL
 from octavo.policy.activations import FLOAT32
 from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, NormShape, StepLoad
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
-PANEL, COLUMNS = 16, 64
 SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matrix: four panels unpacked for many rows
 # Bytes held during loading for each weight of a matrix: the quantised value with its share of the scales, or the float with a share
 # of the memory that malloc retains from earlier matrices. On ARM torch has its own allocator, which retains nothing.
@@ -75,7 +75,7 @@ def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> 
     """Returns the bytes of the buffers, which grow to the largest step and stay allocated, of the hidden states and logits of two steps,
     of what each thread needs to sample a row, and of unused space behind the weights. A level that multiplies bfloat16 uses fewer floats
     than are counted here."""
-    widest = max(matrix.columns for matrix in model.matrices if matrix.layer is not None) + COLUMNS
+    widest = max(matrix.columns for matrix in model.matrices if matrix.layer is not None) + K_PAD
     token = max(_token_numbers(model, layer, index, widest) for layer, index in model.kinds.items())
     logits = load.rows * model.vocab_size
     own = threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
@@ -92,8 +92,8 @@ def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, wides
     if experts is None:
         return attention + there["down"].columns
     # per chosen expert: its input row, gates twice, and its result; once: rows for the router and for experts, and the scores
-    chosen = experts.chosen * (2 * hidden + 2 * _up(layer.mlp.inner, COLUMNS))
-    shared = 2 * hidden + 2 * _up(experts.shared_inner, COLUMNS) if experts.shared_inner else 0
+    chosen = experts.chosen * (2 * hidden + 2 * _up(layer.mlp.inner, K_PAD))
+    shared = 2 * hidden + 2 * _up(experts.shared_inner, K_PAD) if experts.shared_inner else 0
     return attention + chosen + shared + 2 * hidden + experts.count
 
 
@@ -103,8 +103,8 @@ def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     rows = sum(_up(part, PANEL) for part in matrix.part_rows) if apart else _up(matrix.rows, PANEL)
     bias = rows * FLOAT32 if matrix.bias else 0
     if codes is None:
-        return rows * _up(matrix.columns, COLUMNS) * item + bias
-    columns = _up(matrix.columns, max(COLUMNS, codes.group))
+        return rows * _up(matrix.columns, K_PAD) * item + bias
+    columns = _up(matrix.columns, max(K_PAD, codes.group))
     order = matrix.columns * 4 if codes.order else 0
     return rows * columns * codes.bits // 8 + rows * (columns // codes.group) * SCALE_AND_OFFSET + order + bias
 

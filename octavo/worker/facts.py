@@ -71,6 +71,10 @@ class Facts:
         """Returns an identifier of the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
 
+    def positions(self, max_len: int) -> str:
+        """Returns what determines how all layers of the whole model encode positions, if sequences have at most this length."""
+        return " ".join(sorted({repr(layer.mixer.positions(max_len)) for layer in describe(self.whole).kinds}))
+
     def plan_cache(self, alike: bool = True) -> CacheGeometry:
         """Computes how much cache fits, before anything is loaded. A refusal names the setting to change.
 

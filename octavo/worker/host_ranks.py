@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from octavo import errors
-from octavo.child import command
+from octavo.child import command, is_stopped
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, RankLost
 from octavo.layers.shared_comm import SharedMemoryComm
@@ -27,6 +28,7 @@ from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders,
 
 START_SECONDS = 3600.0  # how much longer than the first the last rank may take to load its part
 END_SECONDS = 5.0  # time for ranks to end by themselves
+LOOK_SECONDS = 0.5  # interval of checks whether a rank that sends nothing was stopped
 
 
 class Peer(Protocol):
@@ -95,7 +97,7 @@ class ProcessPeer(ListeningPeer):
 
     def __init__(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
         super().__init__(orders, on_answer, on_end)
-        self._silent = False
+        self._fault = ""  # why it is killed, if it is
         self._process = subprocess.Popen(
             command("octavo.worker.rank_process", "main", os.getpid()),
             stdin=subprocess.PIPE,
@@ -120,7 +122,7 @@ class ProcessPeer(ListeningPeer):
             raise self.why() from error
 
     def _see_end(self) -> None:
-        if self._silent:
+        if self._fault:
             self._process.kill()
         self._process.wait()
 
@@ -134,8 +136,7 @@ class ProcessPeer(ListeningPeer):
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while len(found) < count:
-            if not poll.poll(None if limit is None else limit * 1000):
-                self._silent = True
+            if not self._waits_for(poll, limit):
                 return None
             piece = os.read(pipe, count - len(found))
             if not piece:
@@ -143,10 +144,22 @@ class ProcessPeer(ListeningPeer):
             found += piece
         return found
 
+    def _waits_for(self, poll: select.poll, limit: float | None) -> bool:
+        """Waits until there is something to read. Returns False if the rank was stopped, or sends nothing for this many seconds."""
+        until = None if limit is None else time.monotonic() + limit
+        while not poll.poll(LOOK_SECONDS * 1000):
+            if is_stopped(self.pid):  # a rank that only waits for a CPU is not
+                self._fault = "was stopped"
+            elif until is not None and time.monotonic() > until:
+                self._fault = f"did not answer for {self._seconds:g} s"
+            if self._fault:
+                return False
+        return True
+
     def why(self) -> OctavoError:
         """Returns the reason why it ended: its own message, or else its exit code."""
-        if self._silent:
-            return RankLost(f"rank {self.rank} did not answer for {self._seconds:g} s")
+        if self._fault:
+            return RankLost(f"rank {self.rank} {self._fault}")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         if self._failed is not None:

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from contextlib import aclosing, suppress
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -14,6 +14,7 @@ from octavo.child import Restarts
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.link import Link
 from octavo.engine.supervisor import Serving, Supervisor
+from octavo.engine.wire import Add, Refused
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
 from octavo.outputs import CompletionOutput, TextDelta
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, run, tokens, until
@@ -280,6 +281,28 @@ def test_what_can_never_be_served_is_refused_before_anything_is_sent(endless: st
                     await read(llm, question)
                 assert refused.value.param == param
             assert llm.num_open == 0 and len(await tokens(llm, ask([1], 5))) == 5
+
+    run(main())
+
+
+def test_an_answer_that_comes_while_the_request_is_sent_is_read_and_a_request_that_cannot_be_sent_leaves_nothing(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless) as llm:
+            (replica,) = llm.replicas
+
+            def refuse(body: Add) -> None:
+                llm.on_refused(Refused(body.request.request_id, "request", "too late", "prompt"))
+
+            def break_down(body: Add) -> None:
+                raise OSError("no memory")
+
+            for send, error in ((refuse, RequestError), (break_down, OSError)):
+                with patch.object(replica, "send", send), pytest.raises(error):
+                    await asyncio.wait_for(read(llm, ask([1], timeout=99)), 9)
+            with patch.object(llm._outputs, "add", side_effect=OSError), pytest.raises(OSError):
+                await read(llm, ask([1], 99))
+            await until(lambda: is_idle(llm))
+            assert not (llm._placing._trips or llm._outputs._readers or llm._outputs._processor._requests)
 
     run(main())
 

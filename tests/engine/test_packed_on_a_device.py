@@ -21,7 +21,6 @@ from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.models.decoder import Decoder
-from octavo.policy import gpu_size
 from tests.support.greedy import same_greedy_text
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both, write_model
@@ -173,9 +172,3 @@ def test_dummy_weights_are_drawn_as_codes(tmp_path: Path, monkeypatch: pytest.Mo
         ids = [[output.outputs[0].token_ids for output in outputs] for outputs in (found, again, other)]
         assert ids[0] == ids[1] != ids[2]
     assert spread["int8"] == pytest.approx(spread["auto"], rel=0.1) and spread["int4"] == pytest.approx(spread["auto"], rel=0.1)
-
-
-def test_the_plan_counts_the_slab_that_the_kernels_make() -> None:
-    from octavo.kernels.triton.packed.products import SLAB
-
-    assert gpu_size.SLAB == SLAB

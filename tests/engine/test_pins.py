@@ -7,15 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 import pytest
 
 from octavo import LLM, child
-from octavo.engine import pin_keeper
+from octavo.engine import pin_book, pin_keeper
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.pin_book import MOST_PINS, PinBook, PinEntry
 from octavo.engine.pin_keeper import MOST_LOSSES, PinKeeper
@@ -177,6 +179,33 @@ def test_deaths_of_engines_count_only_where_none_has_computed_the_prefix_since(m
     assert fates == [], "it was released too early"
 
 
+def test_pins_that_were_released_leave_nothing_behind() -> None:
+    replica: Any = SimpleNamespace(number=0, is_ready=True, pins={}, pins_before={}, send=lambda message: None)
+
+    async def compute(*_: object) -> None:
+        raise UnavailableError("the engine died", 1, "engine_dead")
+
+    def size(keeper: PinKeeper) -> int:
+        return sum(len(each) for each in vars(keeper).values() if isinstance(each, dict | set))
+
+    async def main() -> None:
+        keeper = PinKeeper(PinBook(), [replica], compute, leads=True)
+        for number in range(9):
+            with pytest.raises(UnavailableError):
+                await keeper.pin("failed", PREFIX)
+            keeper._book.add(entry(str(number)))
+            keeper._book.confirm(f"id-{number}")
+            keeper.check()
+            await asyncio.sleep(0)
+            assert keeper._not_before and keeper._losses, "its repair did not fail"
+            assert keeper.release(str(number))
+            await asyncio.sleep(0)
+        keeper.check()
+        assert size(keeper) == 0
+
+    run(main())
+
+
 def entry(name: str, seconds: float | None = None, maker: int = 0) -> PinEntry:
     return PinEntry(f"id-{name}", name, [1, 2, 3], "", maker or os.getpid(), None if seconds is None else time.monotonic() + seconds)
 
@@ -199,6 +228,47 @@ def test_processes_share_a_book() -> None:
             first.add(entry(str(number)))
         with pytest.raises(RequestError, match=f"{MOST_PINS} prefixes are pinned, which is the maximum"):
             second.add(entry("more"))
+
+
+@contextmanager
+def locked(file: IO[bytes]) -> Iterator[None]:
+    """Another process has the lock, as one that was stopped would."""
+    code = f"import fcntl; fcntl.lockf({file.fileno()}, fcntl.LOCK_EX); print(flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fileno()])
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        yield
+        holder.kill()
+
+
+def test_who_keeps_the_book_locked_stops_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica: Any = SimpleNamespace(number=0, is_ready=True, pins={}, pins_before={}, send=lambda message: None)
+    tries: list[float] = []
+    monkeypatch.setattr(pin_book, "time", SimpleNamespace(monotonic=time.monotonic, sleep=tries.append))
+
+    async def main(file: IO[bytes]) -> None:
+        async def compute(*_: object) -> None:
+            held.enter_context(locked(file))
+
+        book = PinBook(file.fileno())
+        keeper = PinKeeper(book, [replica], compute, leads=False)
+        with ExitStack() as held, pytest.raises(UnavailableError, match="another API process keeps the list of pinned prefixes locked"):
+            await keeper.pin("one", PREFIX)  # locked while it is computed, so it can neither be confirmed nor removed
+        tries.clear()
+        with locked(file):
+            for call in (keeper.list, lambda: keeper.release("one"), keeper.list):
+                with pytest.raises(UnavailableError):
+                    call()
+            assert not tries, "every call waits"
+            keeper.check()
+        assert [each.name for each in keeper.list()] == ["one"]
+        keeper.check()
+        assert keeper.list() == [] and not keeper._unwanted
+        book.add(entry("two"))
+        assert keeper.release("two") and not keeper.release("two")
+
+    with tempfile.TemporaryFile() as file:
+        run(main(file))
 
 
 def test_an_order_whose_process_has_died_is_dropped(endless: str) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import zmq
@@ -80,23 +81,47 @@ def test_what_a_killed_server_left_behind_is_removed_by_the_next(tmp_path: Path,
     owner = "import sys, octavo.engine.supervisor as s; folder = s.SocketFolder(); print(folder.address, flush=True); sys.stdin.read()"
     pipe, environment = subprocess.PIPE, os.environ | {"TMPDIR": str(tmp_path)}
     owners = [subprocess.Popen([sys.executable, "-c", owner], stdin=pipe, stdout=pipe, env=environment, text=True) for _ in range(3)]
-    killed, living, young = folders = [Path(each.stdout.readline().strip().removeprefix("ipc://")).parent for each in owners]  # type: ignore[union-attr]
+    killed, living, _ = folders = [Path(each.stdout.readline().strip().removeprefix("ipc://")).parent for each in owners]  # type: ignore[union-attr]
     (killed / "numbers").write_text("left")
     others = tmp_path / "octavo-engine-of-nobody"
     others.symlink_to(tmp_path)
-    for folder in (killed, living):
-        os.utime(folder, (0, 0))
     owners[0].kill()
     owners[2].kill()
     for each in (owners[0], owners[2]):
         each.wait()
+    with patch.object(os, "geteuid", return_value=os.geteuid() + 1):
+        SocketFolder().remove()
+    assert all(folder.exists() for folder in folders), "another user's folder"
     mine = SocketFolder()
-    assert [folder.exists() for folder in folders] == [False, True, True] and others.is_symlink()
-    os.utime(young, (0, 0))
+    assert [folder.exists() for folder in folders] == [False, True, False] and others.is_symlink()
     SocketFolder().remove()
     assert set(tmp_path.iterdir()) == {living, others, Path(mine.address.removeprefix("ipc://")).parent}
     mine.remove()
     owners[1].communicate()
+
+
+def test_a_folder_that_another_server_removes_before_it_is_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    locked, swept = supervisor._locked, []
+
+    def sweep_first(path: Path) -> int | None:
+        if len(swept) < 2:
+            swept.append(path)
+            supervisor._sweep(str(tmp_path))
+            assert not path.exists()
+        return locked(path)
+
+    monkeypatch.setattr(supervisor, "_locked", sweep_first)
+    folder = SocketFolder()
+    assert [f"ipc://{path / supervisor.NAME}" for path in tmp_path.iterdir()] == [folder.address] and len(swept) == 2
+    supervisor._sweep(str(tmp_path))
+    shutil.rmtree(*tmp_path.iterdir())
+    swept.clear()
+    for _ in range(3):
+        folder.make_again()
+    supervisor._sweep(str(tmp_path))
+    assert [f"ipc://{path / supervisor.NAME}" for path in tmp_path.iterdir()] == [folder.address]
+    folder.remove()
 
 
 @pytest.fixture

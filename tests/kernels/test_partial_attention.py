@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels.reference import partial_attention as module
+from octavo.kernels.reference.merge import part_weights
 from octavo.kernels.reference.partial_attention import kept_positions, partial_attention
-from octavo.layers.context_parallel import own_slots, weights_of_ranks
+from octavo.layers.context_parallel import own_slots
 from tests.support.shared_context import Rows, SharedContext
 
 ROWS = st.lists(st.integers(0, 40).flatmap(lambda context: st.tuples(st.integers(0, context), st.just(context))), min_size=1, max_size=4)
@@ -32,7 +33,7 @@ def test_parts_of_ranks_add_up_to_attention_over_all_keys(
         found = [partial_attention(case.q, *part, *case.rows, case.scale, rank, ranks, window) for rank, part in enumerate(case.parts)]
     finally:
         module.SCORES = scores
-    weights = weights_of_ranks(torch.stack([lse for _, lse in found], -1))  # [T, heads, ranks]
+    weights = part_weights(torch.stack([lse for _, lse in found], -1))  # [T, heads, ranks]
     merged = sum(part * weights[..., rank, None] for rank, (part, _) in enumerate(found))
     torch.testing.assert_close(merged, case.exact(window), atol=1e-5, rtol=1e-5)
     for part, lse in found:
@@ -41,10 +42,10 @@ def test_parts_of_ranks_add_up_to_attention_over_all_keys(
 
 
 def test_where_nobody_saw_a_key_nobody_counts_and_what_is_no_number_shows() -> None:
-    nothing = weights_of_ranks(torch.full((2, 3), -torch.inf))
+    nothing = part_weights(torch.full((2, 3), -torch.inf))
     assert torch.equal(nothing, torch.zeros(2, 3))
-    assert torch.equal(weights_of_ranks(torch.tensor([-torch.inf, -1e8, -torch.inf])), torch.tensor([0.0, 1.0, 0.0]))
-    assert weights_of_ranks(torch.tensor([0.0, torch.nan])).isnan().any()
+    assert torch.equal(part_weights(torch.tensor([-torch.inf, -1e8, -torch.inf])), torch.tensor([0.0, 1.0, 0.0]))
+    assert part_weights(torch.tensor([0.0, torch.nan])).isnan().any()
 
 
 @given(size=st.sampled_from([1, 2, 16]), ranks=st.integers(1, 4), tokens=st.integers(1, 100))

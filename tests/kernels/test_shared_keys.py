@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.kernels.row_words import RowLayout
-from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST, FREE, ReadCost, SharedKeys, SharedReads, choose_nodes
+from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST, FREE, ReadCost, RowOrder, SharedKeys, SharedReads, choose_nodes
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.worker.request_table import RequestTable, TableChanges
@@ -129,6 +129,31 @@ def test_every_block_is_read_once_while_rows_come_fork_write_and_go(seed: int) -
     for _ in range(60):
         rows.apply(rows.change())
         rows.step()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_come_together_are_ordered_as_if_one_came_after_the_other(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, blocks, kinds = draw.choice([3, 12, 60]), draw.choice([1, 4, 20]), draw.choice([1, 2, 9])
+    tables = np.array([[draw.randint(1, kinds) for _ in range(blocks)] for _ in range(rows)], np.int32)
+    for row in range(1, rows):
+        common = draw.randint(0, blocks)
+        tables[row, :common] = tables[draw.randrange(row), :common]
+        tables[row, draw.randrange(blocks)] *= draw.random() < 0.8
+    together, alone = RowOrder(tables), RowOrder(tables)
+    for _ in range(4):
+        new = [row for row in range(rows) if row not in together.rows and draw.random() < 0.6]
+        draw.shuffle(new)
+        grown = [min(full + draw.randint(0, 3), blocks) for full in together.full.tolist()]
+        together.full[:] = alone.full[:] = grown
+        if new:
+            together.add(np.array(new))
+        for row in new:
+            alone.add(np.array([row]))
+        assert (together.rows.tolist(), together.alike.tolist()) == (alone.rows.tolist(), alone.alike.tolist())
+        kept = np.array([draw.random() < 0.7 for _ in together.rows], bool)
+        together.keep(kept)
+        alone.keep(kept)
 
 
 def chosen(rows: int, alike: list[int], cost: ReadCost) -> list[tuple[int, int, list[int]]]:

@@ -1,21 +1,25 @@
 """`hf_overrides`: keys of a config.json with other values, for folders, GGUF files, plans and the identity of cached blocks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo import LLM
 from octavo.cli.main import main
-from octavo.config import EngineConfig
+from octavo.config import Debug, EngineConfig
+from octavo.engine.build import _identity
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.resolve import load_model_config, source_of
 from octavo.loading.shape import model_shape
 from octavo.model_config import ModelConfig
+from octavo.worker.facts import settle
 from tests.loading.test_resolve import CONFIG, write_folder
 from tests.support.models import stories260k
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 512}
 
 
 def overridden(model: str, overrides: dict[str, Any] | None) -> ModelConfig:
@@ -58,6 +62,22 @@ def test_a_plan_counts_what_the_overrides_say(tmp_path: Path, capsys: pytest.Cap
     for layers in (2, 7):
         assert main(["plan", "--json", f"{folder}/config.json", "--hf-overrides", f'{{"num_hidden_layers": {layers}}}']) == 0
         assert f'"num_layers": {layers}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("architecture", "scaling"), [("Phi3ForCausalLM", LONGROPE), ("LlamaForCausalLM", YARN)])
+def test_cached_blocks_belong_to_the_factors_of_their_rotation(architecture: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048, "pad_token_id": 0}
+    raw = {**CONFIG, **sizes, "architectures": [architecture], "rope_scaling": scaling}
+    config = EngineConfig(model=write_folder(tmp_path, raw), device="cpu", load_format="dummy")
+    source = source_of(config)
+    facts = settle(config, source, load_model_config(source), Debug())
+
+    def identity(max_len: int) -> bytes:
+        geometry: Any = SimpleNamespace(block_size=16, max_model_len=max_len)
+        return _identity(facts, geometry, b"weights")
+
+    assert identity(100) == identity(512) and identity(513) == identity(2048)
+    assert (identity(512) != identity(513)) == (scaling is LONGROPE)
 
 
 def test_cached_blocks_belong_to_their_overrides(tmp_path: Path) -> None:

@@ -17,9 +17,26 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu import levels
 from octavo.kernels.cpu import library as native
 from octavo.kernels.cpu.levels import Sample, open_native, use_best_level
-from octavo.kernels.cpu.library import FUNCTIONS, STRUCTS, Matrix, NativeLibrary, find_library
+from octavo.kernels.cpu.library import (
+    F32,
+    FUNCTIONS,
+    K_PAD,
+    PANEL,
+    STRUCTS,
+    Draws,
+    Layer,
+    Matrix,
+    Mixture,
+    Model,
+    NativeLibrary,
+    Ranking,
+    Step,
+    address,
+    find_library,
+)
+from octavo.kernels.cpu.packing import pack_float
 from octavo.worker.machine import cpu_flags
-from tests.support.native import levels_here, the_library
+from tests.support.native import levels_here, running, the_library
 
 HEADER = re.sub(r"//.*", "", (Path(native.__file__).parents[2] / "native/octavo.h").read_text())
 
@@ -55,9 +72,34 @@ def test_the_header_and_its_python_copy_agree_word_for_word() -> None:
     assert {name: len(arguments.split(",")) if arguments != "void" else 0 for name, arguments in declared.items()} == {
         name: len(arguments) for name, (_, arguments) in FUNCTIONS.items()
     }
+    assert f"{{ OCTAVO_PANEL = {PANEL}, OCTAVO_K_PAD = {K_PAD} }}" in HEADER
     for body, name in re.findall(r"typedef struct \{([^}]*)\} (\w+);", HEADER):
         fields = [re.sub(r"[\s*]", " ", part).split()[-1] for line in body.split(";") if line.strip() for part in line.split(",")]
         assert fields == [field[0] for field in {struct.__name__: struct for struct in STRUCTS}[name]._fields_], name
+
+
+def test_a_call_that_finds_no_memory_for_its_buffers_is_an_error_and_the_next_one_works() -> None:
+    x = np.ones((2, 64), np.float32)
+    packed = pack_float(the_library(), x, F32)
+    matrix, y = packed.struct, np.zeros((2, 2), np.float32)
+    wide, many, most = Matrix(kind=F32, n=16, k=2**20), 2**40, 2**31 - 1
+    layers = (Layer * 1)(Layer(qkv=wide, output=wide, gate_up=wide, down=wide))
+    model, step = Model(num_layers=1, hidden=64, layers=layers, head=wide), Step(num_tokens=most, num_rows=1)
+    with running(levels_here()[-1]) as library:
+        call = library.call
+        calls = (
+            lambda: call.octavo_matmul(matrix, None, None, many, many),
+            lambda: call.octavo_gate_up(matrix, 0, None, None, many, many),
+            lambda: call.octavo_mix(Mixture(count=1, chosen=1, router=matrix), 0, None, None, many),
+            lambda: call.octavo_draw(Draws(rows=1, vocab=many)),
+            lambda: call.octavo_rank(Ranking(rows=1, vocab=many)),
+            lambda: call.octavo_step(model, step),
+        )
+        for attempt in calls:
+            with pytest.raises(MemoryError, match="buffers of the native kernels"):
+                attempt()
+        call.octavo_matmul(matrix, address(x), address(y), 2, 2)
+    assert (y == 64).all()
 
 
 @pytest.mark.usefixtures("finding_again")

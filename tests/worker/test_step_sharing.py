@@ -1,14 +1,19 @@
 """What entries of a step read together: found in the plan and the block tables, and put down for a device when it changes."""
 
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.shared_keys import FREE, NOTHING
-from octavo.kernels.team_words import team_words
+from octavo.kernels.step_tensors import ALIGNED, StepMemory
+from octavo.kernels.team_words import LINE, team_words
 from octavo.messages import NoiseKey, RowWrite, StepPlan
+from octavo.policy.gpu_size import gpu_row_bytes
 from octavo.sampling_params import SamplingParams
 from octavo.worker.request_table import RequestTable
 from octavo.worker.step_sharing import StepSharing, StepTeams
@@ -54,3 +59,15 @@ def test_teams_are_sent_when_they_change_and_stay_where_they_are() -> None:
     assert there() and not of_entries[3:].any()
     teams.send([NOTHING], 4)
     assert lines[0, 0] == 0
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_plan_of_a_gpu_counts_all_words_of_rows_steps_and_groups(groups: int) -> None:
+    rows, tokens, blocks, max_len = 512, 256, 10, 150
+    layout = RowLayout(blocks, max_len, (1,) * groups)
+    words = [value for value in vars(StepMemory(layout, rows, tokens, CPU)).values() if isinstance(value, torch.Tensor)]
+    words += [RequestTable(rows, layout, CPU).words, StepTeams(groups, rows, 4, 1, CPU).words]
+    model: Any = SimpleNamespace(position_numbers=0)
+    planned = gpu_row_bytes(model, rows, tokens, max_len, groups, blocks)
+    more = 4 * ALIGNED + groups * LINE  # that do not depend on the size of a step: the parts of the entries, the headers of the groups
+    assert sum(each.nbytes for each in words) == planned + 4 * more

@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo import layout
+
 PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
-PANEL, K_PAD = 16, 64  # rows of a panel, and what k is padded to
+PANEL, K_PAD = layout.PANEL, layout.K_PAD
 F32, BF16, Q8, Q4, F16 = range(5)  # formats of weights and, except Q4, of caches
+NO_MEMORY = -(2**31)  # result of functions that need buffers
 ACTIVATIONS = {"swiglu": 0, "geglu": 1, "clamped": 2}
 
 
@@ -108,15 +111,15 @@ FUNCTIONS = {
     "octavo_reduce": (c_int, [_GROUP, c_void_p, c_int64]),
     "octavo_gather": (c_int, [_GROUP, c_void_p, c_void_p, c_int64]),
     "octavo_abort": (None, [_GROUP]),
-    "octavo_matmul": (None, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
-    "octavo_gate_up": (None, [_MATRIX, c_int, c_void_p, c_void_p, c_int64, c_int64]),
-    "octavo_mix": (None, [POINTER(Mixture), c_int, c_void_p, c_void_p, c_int64]),
-    "octavo_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
-    "octavo_write": (None, [_MODEL, c_int, _STEP, c_void_p]),
-    "octavo_attend": (None, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
-    "octavo_cap_logits": (None, [_MODEL, c_void_p, c_int64]),
-    "octavo_draw": (None, [POINTER(Draws)]),
-    "octavo_rank": (None, [POINTER(Ranking)]),
+    "octavo_matmul": (c_int, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
+    "octavo_gate_up": (c_int, [_MATRIX, c_int, c_void_p, c_void_p, c_int64, c_int64]),
+    "octavo_mix": (c_int, [POINTER(Mixture), c_int, c_void_p, c_void_p, c_int64]),
+    "octavo_add_rms_norm": (c_int, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
+    "octavo_write": (c_int, [_MODEL, c_int, _STEP, c_void_p]),
+    "octavo_attend": (c_int, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
+    "octavo_cap_logits": (c_int, [_MODEL, c_void_p, c_int64]),
+    "octavo_draw": (c_int, [POINTER(Draws)]),
+    "octavo_rank": (c_int, [POINTER(Ranking)]),
     "octavo_uniform": (None, [c_void_p, c_int64, c_void_p, c_int64]),
     "octavo_pack_float": (None, [_MATRIX, c_void_p, c_void_p]),
     "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
@@ -139,6 +142,8 @@ class NativeLibrary:
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(self.call, name)
             function.restype, function.argtypes = result, arguments
+            if result is c_int:
+                function.errcheck = _checked
         there = np.zeros(len(STRUCTS), np.int64)
         self.call.octavo_struct_sizes(address(there))
         for struct, size in zip(STRUCTS, there.tolist()):
@@ -164,6 +169,13 @@ class NativeLibrary:
     def set_threads(self, threads: int) -> None:
         """Starts and stops workers; the caller is one of the threads."""
         self.call.octavo_set_threads(threads)
+
+
+def _checked(code: int, function: object, arguments: object) -> int:
+    """Raises MemoryError if a call had no memory for its buffers. Other results are for the caller."""
+    if code == NO_MEMORY:
+        raise MemoryError("there is no memory for the buffers of the native kernels")
+    return code
 
 
 def address(array: NDArray[np.generic] | None) -> int | None:

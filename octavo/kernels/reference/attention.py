@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.reference.layer import norm_heads, rotate
+from octavo.kernels.reference.merge import with_sinks
 from octavo.kernels.reference.products import slow_here
 from octavo.kernels.share_words import DEPTH, IN_ALL, LINE, most_shares
 from octavo.kernels.team_words import LEVELS, OWN, Teams
-
-SCORES = 1 << 20  # computed at once, where scores are materialised
+from octavo.layout import SCORES
 
 
 def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -114,7 +114,7 @@ def attend_by_scores(
     rows, num_query, heads = q.shape[:3]
     length, kv_heads = k.shape[1:3]
     keys, values = (one.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format) for one in (k, v))
-    rests = None if sinks is None else sinks.float().view(kv_heads, -1, 1, 1)
+    rests = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
     out = torch.empty_like(q)
     at_once = max(SCORES // (rows * heads * length), 1)
     for first in range(0, num_query, at_once):
@@ -125,9 +125,7 @@ def attend_by_scores(
             scores.div_(soft_cap).tanh_().mul_(soft_cap)
         if mask is not None:
             scores += mask[:, :, None, queries]  # [rows, 1, 1, n, length]
-        sums = torch.logsumexp(scores, -1, keepdim=True)
-        if rests is not None:
-            sums = torch.logaddexp(sums, rests)
+        sums = with_sinks(torch.logsumexp(scores, -1, keepdim=True), rests)
         if lse is not None:
             lse[:, queries] = sums[..., 0].permute(0, 3, 1, 2).flatten(2)
         mixed = torch.matmul(scores.sub_(sums).exp_().flatten(2, 3), values).unflatten(2, grouped.shape[2:4])
@@ -170,9 +168,8 @@ def paged_attention(
             key, query = torch.arange(length, device=q.device), torch.arange(length - (end - start), length, device=q.device)
             scores += slopes.float().view(keys.shape[1], -1, 1, 1) * (key - query[:, None])
         scores += mask
-        sums = torch.logsumexp(scores, -1, keepdim=True)  # [kv_heads, group, n, 1]
-        if sinks is not None:
-            sums = torch.logaddexp(sums, sinks.float().view(keys.shape[1], -1, 1, 1))
+        rests = None if sinks is None else sinks.view(keys.shape[1], -1, 1, 1)
+        sums = with_sinks(torch.logsumexp(scores, -1, keepdim=True), rests)  # [kv_heads, group, n, 1]
         mixed = torch.einsum("kgnl,lkd->nkgd", (scores - sums).exp(), values)
         out[start:end] = mixed.flatten(1, 2).to(out.dtype)
         if lse is not None:

@@ -3,8 +3,6 @@
 A GPU kernel fuses several of these steps. Its reference here has the same name and arguments and does them one by one.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +11,7 @@ from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
 from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import ALPHA, CLAMP, Gate
 from octavo.kernels.reference.fp8 import fp8_linear
+from octavo.kernels.reference.merge import log2_weights
 from octavo.kernels.reference.products import multiply
 
 
@@ -170,8 +169,7 @@ def merge_linear(
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
     """Merges parts [rows, splits, heads, head_dim] of attention. Returns [rows, heads * head_dim]."""
     seen = (parts_lse > -torch.inf).unsqueeze(-1)
-    weights = torch.softmax(parts_lse.nan_to_num(neginf=-1e30) * math.log(2), 1).unsqueeze(-1)
-    mixed = torch.where(seen, parts * weights, 0).sum(1)  # [rows, heads, head_dim]
+    mixed = torch.where(seen, parts * log2_weights(parts_lse).unsqueeze(-1), 0).sum(1)  # [rows, heads, head_dim]
     return mixed.flatten(1).to(dtype)
 
 

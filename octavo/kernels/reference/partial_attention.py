@@ -13,8 +13,8 @@ queries at a time, so that a long prompt over a long context does not need all o
 import torch
 from torch import Tensor
 
-SCORES = 1 << 20  # at once
-LOWEST = -1e30  # finite, and below any score
+from octavo.kernels.reference.merge import exponentials
+from octavo.layout import SCORES
 
 
 def partial_attention(
@@ -68,11 +68,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: f
     if soft_cap is not None:
         scores.div_(soft_cap).tanh_().mul_(soft_cap)
     scores.masked_fill_(hidden, -torch.inf)
-    largest = scores.amax(-1, keepdim=True).clamp(min=LOWEST)
-    weights = scores.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True)  # at least 1, or 0 if no key is seen
+    weights, total, lse = exponentials(scores)
     mixed = torch.matmul(weights.flatten(1, 2), values).unflatten(1, grouped.shape[1:3]) / total.clamp(min=1)
-    return mixed.permute(2, 0, 1, 3).flatten(1, 2), (largest + total.log())[..., 0].permute(2, 0, 1).flatten(1)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2), lse[..., 0].permute(2, 0, 1).flatten(1)
 
 
 def kept_positions(length: int, block_size: int, rank: int, ranks: int) -> Tensor:

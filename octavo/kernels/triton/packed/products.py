@@ -22,8 +22,8 @@ from octavo.kernels.triton.packed.small_gemm import packed_small_gemm
 from octavo.kernels.triton.packed.unpack import unpack_tile
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.step.activation import gate_and_mul
+from octavo.layout import SLAB
 
-SLAB = 1 << 24  # weights
 SUM_TILE = 512
 UNPACK_ROWS = 16
 
