@@ -1,7 +1,7 @@
 """`TurnQueue`: spreads the work of many requests over turns of the event loop, in order of arrival.
 
-If hundreds of requests arrive together and each is handled as soon as it is there, one turn of the loop handles them all, and nobody
-else is served for seconds. A queue admits a certain amount of work in each turn:
+If hundreds of requests arrive together and each is handled as soon as it is there, one turn of the loop handles them all, and all other
+clients wait for seconds. A queue admits a certain amount of work in each turn:
 
     starts    requests that may have a body, before they are checked
     bodies    bytes of bodies that the loop parses. 100 KB, such as 16,000 token ids, take some milliseconds until they are on their way
