@@ -121,7 +121,8 @@ class Loop:
         core, scheduler = self._core, self._core.scheduler
         self._keep_pace()
         idle = not core.has_work
-        refused = [refusal for command in self._router.take(idle, scheduler.pins.seconds_left()) if (refusal := self._obey(command))]
+        waits = idle and not (self._cache_news is not None and self._cache_news.is_behind)
+        refused = [refusal for command in self._router.take(waits, scheduler.pins.seconds_left()) if (refusal := self._obey(command))]
         scheduler.pins.expire()
         self._router.publish(self.pulse(busy=True))
         if idle and core.has_work:
@@ -137,12 +138,17 @@ class Loop:
         self._log.turn(pulse.stats)
 
     def _tell_clients(self, pulse: Pulse) -> None:
-        """Sends clients the cache updates, at intervals and before the loop waits, and changes of pinned prefixes at once."""
+        """Sends clients the cache updates, at intervals and before the loop waits, and changes of pinned prefixes at once.
+
+        A new client gets a part of what is cached in each turn.
+        """
         pins, told = self._core.scheduler.pins, self._pins_told
         due = not pulse.busy or pulse.at >= self._cache_told_at + CACHE_SECONDS
         if pins.version != told[0] or (due and pulse.stats.pin_hits != told[1]):
             self._pins_told = pins.version, pulse.stats.pin_hits
             self._router.tell(Pinned(pins.told()))
+        if self._cache_news is not None and (part := self._cache_news.next_part()) is not None:
+            self._router.tell(Cached(part[1]), part[0])
         if not due:
             return
         self._cache_told_at = pulse.at
@@ -180,10 +186,12 @@ class Loop:
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
             self._view.ask(command.name, "none")
+            if self._cache_news is not None:
+                self._cache_news.drop(command.name)
         elif isinstance(command, Met):
             self._router.tell(Pinned(core.scheduler.pins.told()), command.name)
             if self._cache_news is not None:
-                self._router.tell(Cached(self._cache_news.full()), command.name)
+                self._cache_news.add(command.name)
         elif isinstance(command, Watching):
             self._view.ask(command.name, command.wanted)
         return None

@@ -23,7 +23,7 @@ from octavo.server.privacy import Holder, may_read_text
 from octavo.server_config import ServerConfig
 
 OPEN = frozenset({"/health", "/"})  # answered without a key, like the files of the page
-# Answered only with the admin key. Without --admin-key these routes do not exist.
+# Answered only with the admin key. Without --admin-key these routes do not exist, and the error says so.
 ADMIN = frozenset({"/reset_prefix_cache", "/admin/restart"})
 PREFIXES = "/v1/prefixes"  # and what is below it: where there are keys, answered only with the admin key
 PREFLIGHT = {
@@ -94,10 +94,12 @@ class Keys:
         token = _digest(_bearer(authorization))
         user, admin = _among(token, self._users), _among(token, self._admins)
         for_admins = self._is_for_admins(path)
-        if for_admins and user and not admin:
-            raise ApiError(403, "this route needs the admin key (--admin-key)", code="admin_key_required")
+        if for_admins and not admin and (user or not (self._users or self._admins)):
+            instead = "" if self._admins else ", and the server has none: start it with --admin-key KEY"
+            raise ApiError(403, f"this route needs the admin key{instead}", code="admin_key_required")
         if not admin and (for_admins or (self._users and not user)):
-            said = "the API key is not valid" if authorization else "an API key is needed: Authorization: Bearer KEY"
+            needed = "the admin key" if for_admins else "an API key"
+            said = "the API key is not valid" if authorization else f"{needed} is needed: Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         holder: Holder = "admin" if admin else "user" if user else "nobody"
         name = token.hex() if holder == "user" and len(self._users) > 1 else address

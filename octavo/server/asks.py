@@ -24,7 +24,7 @@ from octavo.messages import Limits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar, held_to
 from octavo.server.beams import beams_of, for_beams
-from octavo.server.body import LARGE_BYTES
+from octavo.server.body import LARGE_BYTES, are_ids
 from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody
 from octavo.server.state import Server
 from octavo.server.threads import Kind
@@ -135,7 +135,7 @@ async def _encode_prompts(request: Request, server: Server, prompt: str | list[o
     def encode_all(portion: Sequence[str | list[int]]) -> list[Encoded]:
         return [(None, one) if isinstance(one, list) else server.llm.encoder.encode(one, limit) for one in portion]
 
-    if sum(map(len, prompts)) <= SHORT_CHARS:
+    if isinstance(prompts[0], list) or sum(map(len, prompts)) <= SHORT_CHARS:
         return encode_all(prompts)
     kind = await _kind(request)
     encoded: list[Encoded] = []
@@ -197,7 +197,7 @@ def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:
 
 
 def _as_ids(ids: object) -> list[int]:
-    if not isinstance(ids, list) or set(map(type, ids)) - {int}:  # twice as fast as to look at each
+    if not (isinstance(ids, list) and are_ids(ids)):
         raise RequestError("prompt must be a text, a list of token ids, or a list of such texts or lists", "prompt")
     if not ids:
         raise RequestError("the prompt is empty", "prompt")

@@ -52,7 +52,7 @@ class GrammarChecker:
         self._child: asyncio.subprocess.Process | None = None
         self._turns = Turns(MOST_WAITING)  # the child tries one at a time
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the question -> what is wrong with it
-        self._trials: dict[bytes, asyncio.Task[str | None]] = {}  # checks that are running
+        self._trials: dict[tuple[str, bytes], asyncio.Task[str | None]] = {}  # client and digest -> a check that waits or runs
 
     async def check(self, structured: StructuredOutputsParams) -> None:
         """Raises RequestError for what cannot be compiled, within limits of time and memory."""
@@ -62,8 +62,9 @@ class GrammarChecker:
         if digest in self._verdicts:
             self._verdicts.move_to_end(digest)
             wrong = self._verdicts[digest]
-        else:  # others who send the same grammar meanwhile wait for the same trial
-            wrong = await asyncio.shield(self._trials.get(digest) or self._begin(digest, question))
+        else:  # further requests of this client with the same grammar wait for the same trial
+            client = current_arrival().caller.name
+            wrong = await asyncio.shield(self._trials.get((client, digest)) or self._begin(client, digest, question))
         if wrong is not None:
             raise RequestError(wrong, PARAM)
 
@@ -74,27 +75,28 @@ class GrammarChecker:
         await asyncio.gather(*self._trials.values(), return_exceptions=True)
         await self._kill()
 
-    def _begin(self, digest: bytes, question: bytes) -> "asyncio.Task[str | None]":
-        trial = self._trials[digest] = asyncio.create_task(self._trial(digest, question))
+    def _begin(self, client: str, digest: bytes, question: bytes) -> "asyncio.Task[str | None]":
+        trial = self._trials[client, digest] = asyncio.create_task(self._trial(client, digest, question))
 
         def ended(trial: "asyncio.Task[str | None]") -> None:
-            del self._trials[digest]
+            del self._trials[client, digest]
             if not trial.cancelled():
                 trial.exception()  # read, so that asyncio does not complain if every waiting request has left
 
         trial.add_done_callback(ended)
         return trial
 
-    async def _trial(self, digest: bytes, question: bytes) -> str | None:
-        await self._take_turn(current_arrival().caller.name)
+    async def _trial(self, client: str, digest: bytes, question: bytes) -> str | None:
+        await self._take_turn(client)
         try:
-            wrong = await self._try(question)
+            if digest in self._verdicts:  # another client has sent the same grammar, and had its turn before
+                return self._verdicts[digest]
+            wrong = self._verdicts[digest] = await self._try(question)
+            if len(self._verdicts) > VERDICTS:
+                self._verdicts.popitem(last=False)
+            return wrong
         finally:
             self._turns.release()
-        self._verdicts[digest] = wrong
-        if len(self._verdicts) > VERDICTS:
-            self._verdicts.popitem(last=False)
-        return wrong
 
     async def _take_turn(self, client: str) -> None:
         try:
@@ -187,18 +189,21 @@ async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None
 
 
 class Turns:
-    """Lets clients take turns at something that serves one request at a time, so that a busy client does not keep others waiting."""
+    """Lets clients take turns at something that serves one request at a time, so that a busy client does not keep others waiting.
+
+    A client that has had a turn goes behind all others, also behind those that came during its turn.
+    """
 
     def __init__(self, most_waiting: int) -> None:
         """`most_waiting`: how many requests of one client may wait."""
         self._most_waiting = most_waiting
-        self._taken = False
+        self._holder: str | None = None  # the client whose turn it is
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client; the first one is next
 
     async def take(self, client: str) -> bool:
         """Waits for a turn and returns True; then the caller must call `release`. Returns False at once if too many of this client wait."""
-        if not self._taken:
-            self._taken = True
+        if self._holder is None:
+            self._holder = client
             return True
         queue = self._waiting.setdefault(client, deque())
         if len(queue) >= self._most_waiting:
@@ -216,15 +221,18 @@ class Turns:
         return True
 
     def release(self) -> None:
-        while self._waiting:
-            client, queue = self._waiting.popitem(last=False)
+        assert self._holder is not None
+        if self._holder in self._waiting:
+            self._waiting.move_to_end(self._holder)
+        self._holder = None
+        while self._waiting and self._holder is None:
+            client, queue = next(iter(self._waiting.items()))
             turn = queue.popleft()
-            if queue:
-                self._waiting[client] = queue  # behind the other clients
+            if not queue:
+                del self._waiting[client]
             if not turn.done():  # a turn that is done was cancelled: its client is leaving
                 turn.set_result(None)
-                return
-        self._taken = False
+                self._holder = client
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
         queue = self._waiting.get(client, deque())

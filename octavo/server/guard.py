@@ -47,6 +47,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "POST":  # other requests are little work, and include /health
+            await self._server.starts.enter(1)
         headers = dict(scope["headers"])
         body = IncomingBody(headers, receive, self._config.max_body_bytes, self._config.read_timeout)
         exchange = Exchange(scope, headers, body, send)

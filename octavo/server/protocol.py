@@ -38,6 +38,7 @@ SILENT_SECONDS = 1.0
 _PIECE = 4096  # a head goes to the parser in pieces, so that the parser never holds much of one that is too long
 _PROBE_SECONDS = 0.005, 0.1  # the first and the longest pause between two probes of a half-closed connection
 _TCP_CLOSED = 7  # TCP_CLOSE in Linux
+_INFO_BYTES = 128  # of struct tcp_info, up to the count of acknowledged bytes; some kernels return fewer
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -172,7 +173,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
         The machine of a client that has left answers any bytes with a reset. Before an answer begins, 100 Continue is sent, which
         clients ignore. Later the next bytes of the answer are the probe; if there are none for SILENT_SECONDS, the client counts
-        as gone. HTTP/1.0 has no 100 Continue, so its clients count as gone at once.
+        as gone, unless the system does not count the bytes that it takes. HTTP/1.0 has no 100 Continue, so its clients count as gone at
+        once.
         """
         assert self._running is not None
         if self._running.scope["http_version"] == "1.0":
@@ -182,13 +184,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_probe(_PROBE_SECONDS[0], self.loop.time() + SILENT_SECONDS, self._tcp_state()[1])
         return True
 
-    def _check_probe(self, pause: float, deadline: float, taken_before: int) -> None:
+    def _check_probe(self, pause: float, deadline: float, taken_before: int | None) -> None:
         """Ends the connection if the client has left; otherwise checks again after `pause`. Each pause is twice as long as the one before,
         because a machine nearby answers at once and a distant one later.
         """
         state, taken = self._tcp_state()
-        if taken > taken_before:
-            deadline = math.inf  # the client has taken bytes, so it reads
+        if taken is None or taken_before is None or taken > taken_before:
+            deadline = math.inf  # the client has taken bytes, so it reads; or that is not known, and only a reset shows that it has left
         if state == _TCP_CLOSED or self.loop.time() > deadline:
             self.transport.abort()
             return
@@ -285,24 +287,36 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
         if self.is_unread:
-            self._write_timer = self.loop.call_later(self._write_timeout, self._look_at_reader, self._tcp_state()[1])
+            self._write_timer = self.loop.call_later(self._write_timeout, self._look_at_reader, self._num_taken())
 
     def _look_at_reader(self, taken_before: int) -> None:
         self._write_timer = None
-        if self.is_unread and self._tcp_state()[1] < taken_before + LEAST_BYTES:
+        if self.is_unread and self._num_taken() < taken_before + LEAST_BYTES:
             self.cut_off()
         else:
             self._watch_reader()
+
+    def _num_taken(self) -> int:
+        """Returns a number that grows by each byte of an answer that the client takes.
+
+        Where these are not counted, the bytes that leave this process show it. Nothing is added to them: a route that has more to send
+        waits, and when it goes on, the time begins again (`pause_writing`).
+        """
+        taken = self._tcp_state()[1]
+        return -self.transport.get_write_buffer_size() if taken is None else taken
 
     def cut_off(self) -> None:
         """Resets the connection. After an ordinary close the kernel would keep the unread bytes for minutes."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def _tcp_state(self) -> tuple[int, int]:
-        """Returns the state of the connection and how many bytes the client's machine has acknowledged (Linux: struct tcp_info)."""
-        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
-        return info[0], struct.unpack_from("Q", info, 120)[0]
+    def _tcp_state(self) -> tuple[int, int | None]:
+        """Returns the state of the connection, and how many bytes the client's machine has acknowledged (Linux: struct tcp_info).
+
+        None: the system does not count them.
+        """
+        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        return info[0], struct.unpack_from("Q", info, 120)[0] if len(info) >= 128 else None
 
 
 def _leave(cycle: RequestResponseCycle) -> None:

@@ -9,6 +9,7 @@ from octavo.server.grammar_check import GrammarChecker, first_pieces
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
 from octavo.server.threads import Threads
+from octavo.server.turn_queue import MOST_BYTES, MOST_STARTS, TurnQueue
 from octavo.server.view import ViewHub
 from octavo.server_config import ServerConfig
 
@@ -25,6 +26,8 @@ class Server:
     warned: set[str] = field(default_factory=set)  # unknown fields of requests that were logged once
     recorder: Recorder | None = None
     threads: Threads = field(default_factory=Threads)
+    starts: TurnQueue = field(default_factory=lambda: TurnQueue(MOST_STARTS))
+    bodies: TurnQueue = field(default_factory=lambda: TurnQueue(MOST_BYTES))
     views: list[ViewHub] = field(init=False)  # of each engine
     _grammars: GrammarChecker | None = field(init=False, default=None)
 

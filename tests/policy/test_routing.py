@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from bench.routing import POLICIES, Machine, Simulation, Way, of_trace, prefixes, third
 from octavo.bench.traces import HASHED, read_trace
+from octavo.engine import cache_news
 from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
@@ -346,7 +348,7 @@ TestRouting.settings = machine_settings(examples=60, steps=30)
 @given(st.sampled_from(GROUPS), st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
 def test_what_a_door_believes_is_what_the_pools_hold(groups: tuple[CacheGroup, ...], seed: int) -> None:
-    """Random schedules on small pools, with evictions and forgotten caches; a second door comes later."""
+    """Random schedules on small pools, with evictions and forgotten caches. A second door comes later, and is told in parts meanwhile."""
     random = Random(seed)
     engines = [FakeEngine(block_size=4, num_blocks=24, rows=4, groups=groups) for _ in ALL]
     news = [CacheNews(engine.pool) for engine in engines]
@@ -362,12 +364,20 @@ def test_what_a_door_believes_is_what_the_pools_hold(groups: tuple[CacheGroup, .
         for engine in engines:
             engine.step()
         if step == 20:
-            for number in ALL:
-                late.learn(number, news[number].full())
+            for each in news:
+                each.add("late")
             doors.append(late)
+        with patch.object(cache_news, "MOST_BLOCKS", random.randrange(1, 8)):
+            for number in ALL:
+                if random.random() < 0.5 and (part := news[number].next_part()) is not None:
+                    late.learn(number, part[1])
         if random.random() < 0.5:
             _tell(doors, news)
-    _tell(doors, news)
+    for number in ALL:
+        while news[number].is_behind:
+            if (part := news[number].next_part()) is not None:
+                late.learn(number, part[1])
+            _tell(doors, news)
     for number, engine in enumerate(engines):
         held = {digest[:SHORT] for group, digest in engine.pool.index if group == 0}
         assert early._engines[number].found == late._engines[number].found == held

@@ -1,15 +1,21 @@
 """HTTP itself at a real server: where a request ends, what is none, clients that send no more, and clients that do not read."""
 
+import asyncio
+import contextlib
 import json
+import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from octavo.server import protocol
 from octavo.server.body import LARGE_BYTES as LARGE_BODY
-from tests.support.http_server import wait_for
+from tests.support.http_server import HttpServer, wait_for
 from tests.support.server_process import STAND_IN, Reply, ServerProcess, read_replies
 from tests.support.watched_server import LARGE_BYTES
 
@@ -168,4 +174,68 @@ def test_sigterm_does_not_wait_for_clients_that_do_not_read() -> None:
         assert server.ended(30) == 0  # half of the time that a client may leave an answer unread
         assert "Traceback" not in server.stderr and "ERROR" not in server.stderr, server.stderr
         for sock in socks:
+            sock.close()
+
+
+async def answer_late_or_much(scope: Scope, receive: Receive, send: Send) -> None:
+    """/late answers when RELEASED, /much has 16 MB in one piece, /pieces has them in many."""
+    path = scope["path"]
+    if path == "/late":
+        while not RELEASED.is_set() and not LEFT.is_set():
+            with contextlib.suppress(TimeoutError):
+                if (await asyncio.wait_for(receive(), 0.01))["type"] == "http.disconnect":
+                    LEFT.set()
+    size, count = {"/late": (1, 1), "/much": (MUCH, 1), "/pieces": (MUCH // 250, 250)}[path]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for number in range(count):
+        await send({"type": "http.response.body", "body": b"x" * size, "more_body": number < count - 1})
+
+
+MUCH = 16_000_000
+RELEASED, LEFT = threading.Event(), threading.Event()
+
+
+def test_without_a_count_of_acknowledged_bytes_clients_are_told_apart_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a kernel whose tcp_info ends before that count."""
+    monkeypatch.setattr(protocol, "_INFO_BYTES", 104)
+    monkeypatch.setattr(protocol, "SILENT_SECONDS", 0.1)
+    with HttpServer(answer_late_or_much, write_timeout=0.5) as server:
+        port = int(server.url.rpartition(":")[2])
+
+        def connect(path: str) -> socket.socket:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+            sock.settimeout(60)
+            sock.connect(("127.0.0.1", port))
+            sock.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path.encode())
+            return sock
+
+        with connect("/late") as sock:  # it sends no more, and waits
+            sock.shutdown(socket.SHUT_WR)
+            time.sleep(0.3)
+            RELEASED.set()
+            data = b""
+            while piece := sock.recv(4096):
+                data += piece
+            assert b"HTTP/1.1 200" in data and not LEFT.is_set()
+        RELEASED.clear()
+        with connect("/late") as sock:  # it sends no more, and leaves
+            sock.shutdown(socket.SHUT_WR)
+            time.sleep(0.05)
+        wait_for(LEFT.is_set)
+        for sock in [connect("/much"), connect("/pieces")]:  # they do not read
+            with sock, pytest.raises(ConnectionResetError):
+                ended = select.poll()
+                ended.register(sock, 0)
+                assert ended.poll(60_000)
+                while sock.recv(2**16):
+                    pass
+        slow = {connect(path): 0 for path in ("/much", "/pieces")}  # they read slowly: for longer than the limit, but always something
+        while min(slow.values()) < MUCH:
+            for sock in slow:
+                piece = sock.recv(2**16)
+                slow[sock] += len(piece)
+                assert piece or slow[sock] > MUCH
+            time.sleep(0.005)
+        for sock in slow:
             sock.close()

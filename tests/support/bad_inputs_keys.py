@@ -12,7 +12,7 @@ from octavo.server.errors import ApiError
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.bad_inputs_http import refused
-from tests.support.bad_inputs_row import COMPLETIONS, SOUND, Attempt, Row, acted
+from tests.support.bad_inputs_row import COMPLETIONS, SOUND, Row, acted
 from tests.support.bad_inputs_watch import ADMIN_KEY, KEY, OTHER_KEY, SECRETS, Watched
 from tests.support.stand_in_llm import StandInLLM
 
@@ -91,7 +91,14 @@ def _others(server: Watched) -> None:
 
 def _no_admin_route(server: Watched) -> Callable[[], None]:
     assert not ADMIN & {path for _, path in _routes(ServerConfig())}
-    return lambda: Attempt("", "", 401).check(server.ask("POST", "/reset_prefix_cache", authorization=f"Bearer {ADMIN_KEY}"))
+
+    def act() -> None:
+        for path in ADMIN:
+            for authorization in ("-", f"Bearer {ADMIN_KEY}"):
+                error = refused(server.ask("POST", path, authorization=authorization), 403).error
+                assert error["code"] == "admin_key_required" and "start it with --admin-key KEY" in error["message"]
+
+    return act
 
 
 def _no_secrets(server: Watched) -> None:

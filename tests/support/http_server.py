@@ -10,15 +10,15 @@ from typing import Any
 
 import httpx2 as httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from octavo.server.protocol import BoundedProtocol
 from tests.support.engine_process import PATIENCE
 
 
 class HttpServer:
-    def __init__(self, app: FastAPI) -> None:
-        protocol = partial(BoundedProtocol, read_timeout=30, write_timeout=30)
+    def __init__(self, app: ASGIApp, write_timeout: float = 30) -> None:
+        protocol = partial(BoundedProtocol, read_timeout=30, write_timeout=write_timeout)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, loop="uvloop", http=protocol, ws="none", log_level="warning"))  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
