@@ -1,4 +1,4 @@
-"""`KVManager`: block tables over the pool: match a prefix, allocate, copy on write, seal, fork, free.
+"""`KVManager`: block tables over the pool: allocate, copy on write, seal, fork, free.
 
     tokens      [ t0 .. t15 | t16 .. t31 | t32 .. t47 | t48 .. ]
     digests     [    d0     |     d1     |     d2     ]            d1 = H(d0, t16..t31): equal digests mean equal prefixes
@@ -12,23 +12,15 @@ place, in the plan that first writes to it. If it lies behind the window, it bec
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from octavo.messages import HitReason, StepPlan
+from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.digests import Digests
-from octavo.policy.request import Sequence
+from octavo.policy.prefix_matcher import PrefixHit, PrefixMatcher
+from octavo.policy.request import NEVER_TRIED, Sequence
 
 UNBOUNDED = 1 << 60
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    tables: list[list[int]]  # one per group; null behind a window
-    num_tokens: int
-    reason: HitReason  # why it ends where it does
-    missed: BlockKey | None = None  # the block that was not found
 
 
 def _ignore(seq: Sequence, group: int, first: int, end: int) -> None:
@@ -53,72 +45,15 @@ class KVManager:
         self.caching = caching
         self.groups = groups
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
-        self.pending: dict[BlockKey, int] = {}  # block -> seq_id of the sequence that computes it
+        self.pending: dict[BlockKey, Sequence] = {}  # block -> the sequence that computes it
         self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, range of table indices that were sealed
         self.digests = Digests(key, identity)
-        self._force_miss = force_miss
+        self.prefixes = PrefixMatcher(pool, block_size, caching, self.digests, self.pending, groups, force_miss)
         self._windows = [number for number, group in enumerate(groups) if group.window is not None]
         self._most_held = [group.most_held(span, step_tokens) or UNBOUNDED for group, span in zip(groups, self.spans)]
 
     def root(self, salt: str) -> bytes:
         return self.digests.root(salt)
-
-    # --- a prefix ----------------------------------------------------------------------------------------------------
-
-    def match(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix that all groups can use, excluding the last token: that one is always computed."""
-        if not self.caching or not seq.reads_cache:
-            return PrefixHit([[] for _ in self.groups], 0, "off")
-        longest = cut = (seq.num_tokens - 1) // self.block_size  # in links
-        self._extend_digests(seq, longest)
-        missed: BlockKey | None = None
-        number = content = 0
-        while content < len(self.groups):  # each group may shorten it, until it is stable
-            fit, miss = self._fit(number, seq, cut)
-            content = content + 1 if fit == cut else 1
-            if miss is not None and (missed is None or missed not in self.pending):
-                missed = miss
-            cut, number = fit, (number + 1) % len(self.groups)
-        reason = self._miss_reason(missed, cut) if missed is not None else "end" if longest else "short"
-        return PrefixHit([self._found(number, seq, cut) for number in range(len(self.groups))], cut * self.block_size, reason, missed)
-
-    def _fit(self, number: int, seq: Sequence, cut: int) -> tuple[int, BlockKey | None]:
-        """Returns the longest prefix of at most `cut` links that this group can use, and the block it lacks for more."""
-        group, span = self.groups[number], self.spans[number]
-        links, digests = group.links, seq.digests
-        end = cut // links  # length of its table
-        if group.window is None:
-            for index in range(end):
-                key = (number, digests[(index + 1) * links - 1])
-                if self._lookup(key) is None:
-                    return index * links, key
-            return end * links, None
-        missed: BlockKey | None = None
-        at = end
-        while at > group.first_seen(end * span, span):
-            at -= 1
-            key = (number, digests[(at + 1) * links - 1])
-            if self._lookup(key) is None:
-                end, missed = at, key
-        return end * links, missed
-
-    def _found(self, number: int, seq: Sequence, cut: int) -> list[int]:
-        """Returns the table of a hit of `cut` links: null blocks before the window."""
-        links, span = self.groups[number].links, self.spans[number]
-        table = [NULL_BLOCK] * self.groups[number].first_seen(cut * self.block_size, span)
-        for index in range(len(table), cut // links):
-            block = self._lookup((number, seq.digests[(index + 1) * links - 1]))
-            assert block is not None
-            table.append(block)
-        return table
-
-    def _lookup(self, key: BlockKey) -> int | None:
-        return None if self._force_miss else self.pool.lookup(key)
-
-    def _miss_reason(self, missed: BlockKey, num_matched: int) -> HitReason:
-        if missed in self.pool.evicted:
-            return "evicted"
-        return "differs" if num_matched else "cold"
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -156,10 +91,10 @@ class KVManager:
         seq.num_planned = seq.num_computed = hit.num_tokens
         seq.num_sealed = hit.num_tokens // self.block_size
         if self.caching:
-            self._extend_digests(seq, seq.num_tokens // self.block_size)
+            self.prefixes.extend(seq, seq.num_tokens // self.block_size)
             for number, group in enumerate(self.groups):
                 for digest in seq.digests[seq.num_sealed + group.links - 1 :: group.links]:
-                    if self.pending.setdefault((number, digest), seq.seq_id) == seq.seq_id:
+                    if self.pending.setdefault((number, digest), seq) is seq:
                         seq.pending.append((number, digest))
 
     def have_room(self, seqs: list[Sequence]) -> bool:
@@ -239,7 +174,7 @@ class KVManager:
         """Seals the blocks that `num_computed` has filled, so that they enter the cache."""
         full, pool, pending = seq.num_computed // self.block_size, self.pool, self.pending
         if self.caching:
-            self._extend_digests(seq, full)
+            self.prefixes.extend(seq, full)
             for number, group in enumerate(self.groups):
                 table, links = seq.tables[number], group.links
                 first, end = seq.num_sealed // links, full // links
@@ -302,7 +237,7 @@ class KVManager:
         """Keeps its first `length` tokens and frees the blocks behind them; sealed ones stay cached."""
         assert self.shortest(seq) <= length <= seq.num_tokens
         del seq.token_ids[length:]
-        seq.num_tokens = length
+        seq.num_tokens, seq.retry_at = length, NEVER_TRIED
         seq.num_planned = cut = min(seq.num_planned, length - 1)  # sampling needs the last token computed again
         seq.num_computed, seq.num_sealed = min(seq.num_computed, cut), min(seq.num_sealed, cut // self.block_size)
         seq.room = 0
@@ -321,7 +256,7 @@ class KVManager:
 
     def _withdraw(self, seq: Sequence, keys: list[BlockKey]) -> None:
         for key in keys:
-            if self.pending.get(key) == seq.seq_id:
+            if self.pending.get(key) is seq:
                 del self.pending[key]
 
     def release(self, seq: Sequence) -> None:
@@ -332,9 +267,6 @@ class KVManager:
         seq.num_planned = seq.num_computed = seq.num_sealed = seq.room = 0
         self._withdraw(seq, seq.pending)
         seq.pending = []
-
-    def _extend_digests(self, seq: Sequence, count: int) -> None:
-        self.digests.extend(seq.digests, seq.request.root, seq.token_ids, self.block_size, count, seq.request.extras)
 
 
 def _held(table: list[int]) -> list[int]:

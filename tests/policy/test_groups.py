@@ -56,23 +56,23 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_start_from() -> None:
     engine.run()
 
     def forget(group: int, *indices: int) -> None:
-        engine.kv.match(seq)  # makes its digests
+        engine.kv.prefixes.match(seq)  # makes its digests
         for index in indices:
             block = engine.pool.index[group, seq.digests[index]]
             engine.pool._evict(block)
 
     (seq,) = engine.add("r", PROMPT, sampling(6)).sequences
-    hit = engine.kv.match(seq)
+    hit = engine.kv.prefixes.match(seq)
     assert (hit.num_tokens, hit.reason) == (28, "end")
     assert [block == NULL_BLOCK for block in hit.tables[1]] == [True] * 5 + [False] * 2, "a window needs its last blocks only"
     forget(1, 5)
-    hit = engine.kv.match(seq)
+    hit = engine.kv.prefixes.match(seq)
     assert (hit.num_tokens, hit.reason, hit.missed) == (20, "evicted", (1, seq.digests[5])), "the missing block of the window ends it"
     forget(0, 4)
-    hit = engine.kv.match(seq)
+    hit = engine.kv.prefixes.match(seq)
     assert (hit.num_tokens, hit.missed) == (16, (0, seq.digests[4]))
     forget(1, 2)
-    assert engine.kv.match(seq).num_tokens == 8
+    assert engine.kv.prefixes.match(seq).num_tokens == 8
     engine.run()
     engine.assert_exact()
     lives = [engine.asked[name][1].life for name in ("warm", "r")]
