@@ -67,7 +67,7 @@ def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
 def _check_table(seq: Sequence, number: int, kv: KVManager) -> None:
     table, span, pool = seq.tables[number], kv.spans[number], kv.pool
     assert len(table) == -(-seq.num_planned // span), "table and progress disagree"
-    first = kv.groups[number].first_seen(seq.num_computed, span)
+    first = kv.groups[number].first_read(seq.num_computed) // span
     held = table[first:]
     assert NULL_BLOCK not in held, "a block was given back that a window can still see"
     assert len(set(held)) == len(held)

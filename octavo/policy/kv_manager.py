@@ -5,8 +5,10 @@
     tables[0]   [    5      |     9      |     2      |   7    ]    a full group: block 5 holds positions 0..15
     tables[1]   [    0      |     0      |     4      |   8    ]    a group with a window: blocks behind it were freed
 
+What a group keeps is the business of its kind (`CacheGroup`).
+
 A table only grows. An index changes in two cases. If the block of the next position is shared or sealed, a fresh copy takes its
-place, in the plan that first writes to it. If it lies behind the window, it becomes the null block.
+place, in the plan that first writes to it. If it is never read again, it becomes the null block.
 """
 
 from bisect import bisect_right
@@ -15,12 +17,10 @@ from collections.abc import Callable
 
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, UNBOUNDED, CacheGroup
 from octavo.policy.digests import Digests
 from octavo.policy.prefix_matcher import PrefixHit, PrefixMatcher
 from octavo.policy.request import NEVER_TRIED, Sequence
-
-UNBOUNDED = 1 << 60
 
 
 def _ignore(seq: Sequence, group: int, first: int, end: int) -> None:
@@ -49,8 +49,8 @@ class KVManager:
         self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, range of table indices that were sealed
         self.digests = Digests(key, identity)
         self.prefixes = PrefixMatcher(pool, block_size, caching, self.digests, self.pending, groups, force_miss)
-        self._windows = [number for number, group in enumerate(groups) if group.window is not None]
-        self._most_held = [group.most_held(span, step_tokens) or UNBOUNDED for group, span in zip(groups, self.spans)]
+        self._freeing = [number for number, group in enumerate(groups) if group.frees]
+        self._most_held = [group.most_held(span, step_tokens) for group, span in zip(groups, self.spans)]
 
     def root(self, salt: str) -> bytes:
         return self.digests.root(salt)
@@ -73,9 +73,9 @@ class KVManager:
     def blocks_for_beams(self, shared: int, num_tokens: int, width: int) -> int:
         """How many blocks a number of beams of this length can hold, which have their first `shared` tokens in common.
 
-        `shared` ends at a block boundary of every group. One more block is counted for each window: it may not have been freed yet.
+        `shared` ends at a block boundary of every group. One more block is counted where blocks are freed: it may not be free yet.
         """
-        own = self.blocks_for(num_tokens - shared) + len(self._windows)
+        own = self.blocks_for(num_tokens - shared) + len(self._freeing)
         return self.blocks_for(shared) + len(self.groups) + width * own
 
     def most_tokens(self) -> int:
@@ -119,11 +119,11 @@ class KVManager:
             needed += last // span + 1 - len(table)
             if start % span and count and not pool.writable(table[start // span]):
                 needed += 1
-        behind = self._behind_windows(seq) if self._windows else None
-        if needed > len(pool.free) + (sum(pool.ref[seq.tables[group][index]] == 1 for group, index in behind) if behind else 0):
+        unread = self._unread(seq) if self._freeing else None
+        if needed > len(pool.free) + (sum(pool.ref[seq.tables[group][index]] == 1 for group, index in unread) if unread else 0):
             return False
-        if behind:
-            self._give_back(seq, behind, plan)
+        if unread:
+            self._free_unread(seq, unread, plan)
         room = UNBOUNDED
         for number, table in enumerate(seq.tables):
             span = self.spans[number]
@@ -148,24 +148,18 @@ class KVManager:
         self.pool.release((table[index],))
         table[index] = copy
 
-    def _behind_windows(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Returns the (group, index) of blocks that are never read again.
+    def _unread(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Returns the (group, index) of blocks that are never read again."""
+        return [
+            (number, index)
+            for number in self._freeing
+            for index in self.groups[number].unread(seq.tables[number], seq.num_computed, self.spans[number])
+        ]
 
-        A sequence may be truncated to any length from `num_computed` on, so blocks within the window from there are kept.
-        """
-        behind = []
-        for number in self._windows:
-            table = seq.tables[number]
-            index = min(self.groups[number].first_seen(seq.num_computed, self.spans[number]), len(table)) - 1
-            while index >= 0 and table[index] != NULL_BLOCK:
-                behind.append((number, index))
-                index -= 1
-        return behind
-
-    def _give_back(self, seq: Sequence, behind: list[tuple[int, int]], plan: StepPlan) -> None:
+    def _free_unread(self, seq: Sequence, unread: list[tuple[int, int]], plan: StepPlan) -> None:
         """Frees them, and tells the worker in the same plan, which is the first that no longer reads them and may reuse them."""
         self.seal(seq)  # while they are still in the table
-        for number, index in behind:
+        for number, index in unread:
             self.pool.release((seq.tables[number][index],))
             seq.tables[number][index] = NULL_BLOCK
             plan.new_blocks.append((seq.row, number, index, NULL_BLOCK))
@@ -192,7 +186,7 @@ class KVManager:
         return [
             (number, digests[(index + 1) * group.links - 1])
             for number, (group, span) in enumerate(zip(self.groups, self.spans))
-            for index in range(group.first_seen(end, span), end // span)
+            for index in range(group.first_read(end) // span, end // span)
         ]
 
     def find_all(self, seq: Sequence) -> list[int]:
@@ -202,7 +196,7 @@ class KVManager:
         """
         blocks, end = [], seq.num_tokens - 1
         for number, (group, span) in enumerate(zip(self.groups, self.spans)):
-            first = group.first_seen(end, span)
+            first = group.first_read(end) // span
             for index in range(first, end // span):
                 key = (number, seq.digests[(index + 1) * group.links - 1])
                 self.pool.seal(seq.tables[number][index], key)
@@ -226,12 +220,8 @@ class KVManager:
         parent.room = child.room = 0
 
     def shortest(self, seq: Sequence) -> int:
-        """The minimum length it can be truncated to: blocks within the window from there have not been freed."""
-        lengths = [1]
-        for number in self._windows:
-            given_back = seq.tables[number].count(NULL_BLOCK)
-            lengths.append(given_back * self.spans[number] + (self.groups[number].window or 0) if given_back else 1)
-        return max(lengths)
+        """The minimum length it can be truncated to."""
+        return max(group.shortest(table, span) for group, table, span in zip(self.groups, seq.tables, self.spans))
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Keeps its first `length` tokens and frees the blocks behind them; sealed ones stay cached."""
@@ -270,5 +260,5 @@ class KVManager:
 
 
 def _held(table: list[int]) -> list[int]:
-    """Returns the blocks of a table, without the null blocks behind a window."""
+    """Returns the blocks of a table, without null blocks."""
     return [block for block in table if block != NULL_BLOCK]

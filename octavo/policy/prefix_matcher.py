@@ -8,6 +8,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from weakref import WeakValueDictionary
 
@@ -17,13 +18,12 @@ from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import Digests
 from octavo.policy.request import Sequence
 
-HASHED_AHEAD = 32  # links hashed at once, so that little is hashed behind the first block that is missing
 UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    tables: list[list[int]]  # one per group; null behind a window
+    tables: list[list[int]]  # one per group; null where nothing is read
     num_tokens: int
     reason: HitReason  # why it ends where it does
     missed: BlockKey | None = None  # the block that was not found
@@ -85,43 +85,29 @@ class PrefixMatcher:
 
         Returns None if it takes too much hashing.
         """
-        group, span = self._groups[number], self._groups[number].links * self._block_size
-        links, end = group.links, cut // group.links  # `end`: of its table
-        if group.window is None:
-            for at in range(0, end, HASHED_AHEAD):
-                stop = min(at + HASHED_AHEAD, end)
-                if not self._hash(seq, stop * links):
-                    return None
-                blocks = self._blocks(number, seq, at, stop)
-                if None in blocks:
-                    end = at + blocks.index(None)
-                    misses.append((number, seq.digests[(end + 1) * links - 1]))
-                    break
-            return end * links
-        if not self._hash(seq, end * links):
+        group = self._groups[number]
+        fit = group.fit(cut // group.links, group.links * self._block_size, partial(self._find, number, seq))
+        if fit is None:
             return None
-        missed: BlockKey | None = None
-        at = end
-        while at > group.first_seen(end * span, span):
-            at -= 1
-            key = (number, seq.digests[(at + 1) * links - 1])
-            if self._lookup(key) is None:
-                end, missed = at, key
-        if missed is not None:
-            misses.append(missed)
-        return end * links
+        end, missing = fit
+        if missing is not None:
+            misses.append((number, seq.digests[(missing + 1) * group.links - 1]))
+        return end * group.links
 
     def _found(self, number: int, seq: Sequence, cut: int) -> list[int]:
-        """Returns the table of a hit of `cut` links: null blocks before the window."""
-        end = cut // self._groups[number].links
-        first = self._groups[number].first_seen(cut * self._block_size, self._groups[number].links * self._block_size)
-        blocks = [block for block in self._blocks(number, seq, first, end) if block is not None]
-        assert len(blocks) == max(0, end - first), "a block of the hit is not in the index"
+        """Returns the table of a hit of `cut` links: null blocks where a query at its end does not read."""
+        group = self._groups[number]
+        end = cut // group.links
+        first = min(end, group.first_read(cut * self._block_size) // (group.links * self._block_size))
+        blocks = [block for block in self._find(number, seq, first, end) or () if block is not None]
+        assert len(blocks) == end - first, "a block of the hit is not in the index"
         return [NULL_BLOCK] * first + blocks
 
-    def _blocks(self, number: int, seq: Sequence, first: int, end: int) -> list[int | None]:
-        """Returns the cached blocks that a table would have at the indices from `first` to `end`, None where there is none."""
+    def _find(self, number: int, seq: Sequence, first: int, end: int) -> list[int | None] | None:
+        """Returns the cached blocks that a table would have at these indices, or None if that takes too much hashing."""
         links = self._groups[number].links
+        if not self._hash(seq, end * links):
+            return None
         return list(map(self._lookup, zip(repeat(number), seq.digests[(first + 1) * links - 1 : end * links : links])))
 
     def _hash(self, seq: Sequence, count: int) -> bool:

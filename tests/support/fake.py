@@ -15,7 +15,7 @@ from octavo.errors import EngineError
 from octavo.messages import AddRequest, Beams, Delta, FinishReason, Limits, PinOrder, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockKey, BlockPool, Event
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request, Sequence
@@ -28,7 +28,7 @@ from tests.support.beams import expected_beams
 
 VOCAB = 50
 GROUPS = [
-    (FULL,), (FULL,), (FULL, CacheGroup(window=3)), (FULL, CacheGroup(window=6, links=2)), (CacheGroup(links=2), CacheGroup(window=5)),
+    (FULL,), (FULL,), (FULL, WindowGroup(window=3)), (FULL, WindowGroup(window=6, links=2)), (CacheGroup(links=2), WindowGroup(window=5)),
 ]  # fmt: skip
 Hook = Callable[[], None]
 
