@@ -21,24 +21,7 @@ import zmq
 from octavo.child import give_back_freed_memory
 from octavo.engine import wire
 from octavo.engine.pace import Pace
-from octavo.engine.wire import (
-    Abort,
-    Add,
-    Beat,
-    Down,
-    DownFrame,
-    Drain,
-    Hello,
-    Lost,
-    News,
-    Ping,
-    Refused,
-    ResetPrefixCache,
-    Up,
-    UpFrame,
-    ViewFrame,
-    Wanted,
-)
+from octavo.engine.wire import Down, Ping, Refused, Up
 from octavo.errors import ConfigError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
@@ -47,6 +30,7 @@ from octavo.worker.faults import Faults
 BEAT_SECONDS = 0.25
 GIVE_BACK_SECONDS = 5.0  # the shortest time between two returns of freed memory to the system, while idle
 CLIENT_SECONDS = 10.0  # a client that is silent for so long is dropped
+IDS_PER_TURN = 65_536  # of prompts, which the loop checks and queues in about 5 ms
 FRAMES_AT_ONCE = 256  # received before updates are sent again
 LARGE = 256  # tokens with logprobs in one frame, so that a reader is not busy for long with one
 BROKEN = 2  # exit code of an engine process that cannot continue
@@ -64,7 +48,7 @@ class Watching:
     """A client starts or stops watching the engine."""
 
     name: str
-    wanted: Wanted
+    wanted: wire.Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +58,7 @@ class Met:
     name: str
 
 
-Command = AddRequest | Abort | ResetPrefixCache | wire.Unpin | Gone | Watching | Met
+Command = AddRequest | wire.Abort | wire.ResetPrefixCache | wire.Unpin | Gone | Watching | Met
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +122,7 @@ class Router:
         self._pace = Pace()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
-        self._views: deque[tuple[str, ViewFrame]] = deque()
+        self._views: deque[tuple[str, wire.ViewFrame]] = deque()
         self._words: deque[tuple[str | None, Up]] = deque()  # for one client, or for all
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -161,11 +145,17 @@ class Router:
         self._pulse = pulse
 
     def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
-        """Returns all commands that have arrived. With `wait`, it waits for at least one, for some time or forever."""
+        """Returns the commands that have arrived, in order, up to about IDS_PER_TURN ids of prompts: the loop must go on with its steps.
+
+        With `wait`, it waits for at least one, for some time or forever.
+        """
         commands: list[Command] = []
+        ids = 0
         with suppress(queue.Empty):
-            while True:
-                commands.append(self._inbox.get(wait and not commands, seconds))
+            while ids < IDS_PER_TURN:
+                command = self._inbox.get(wait and not commands, seconds)
+                commands.append(command)
+                ids += len(command.prompt_token_ids) if isinstance(command, AddRequest) else 0
         return commands
 
     def give(self, deltas: list[Delta], refused: list[Refused], stats: SchedulerStats) -> None:
@@ -173,7 +163,7 @@ class Router:
             self._outbox.append((deltas, refused, stats))
             self._rouse()
 
-    def show(self, views: list[tuple[str, ViewFrame]]) -> None:
+    def show(self, views: list[tuple[str, wire.ViewFrame]]) -> None:
         if views:
             self._views.extend(views)
             self._rouse()
@@ -228,7 +218,7 @@ class Router:
             elif identity in self._clients:
                 self._lose(self._clients[identity])
 
-    def _hear(self, identity: bytes, frame: DownFrame) -> None:
+    def _hear(self, identity: bytes, frame: wire.DownFrame) -> None:
         client = self._clients.get(identity)
         if isinstance(frame.body, Ping) and (client is None or frame.epoch != self._epoch):
             self._meet(identity, client, frame, frame.body)
@@ -242,7 +232,7 @@ class Router:
         else:
             self._obey(client, frame.body)
 
-    def _meet(self, identity: bytes, client: _Client | None, frame: DownFrame, ping: Ping) -> None:
+    def _meet(self, identity: bytes, client: _Client | None, frame: wire.DownFrame, ping: Ping) -> None:
         """Greets a client that is new, or that does not know yet that this is a new engine."""
         if client is None:
             if not identity.isalnum():
@@ -250,7 +240,7 @@ class Router:
             client = self._clients[identity] = _Client(identity, 0 if self._far else ping.pid)
             if frame.epoch == self._epoch:  # it was dropped and is back
                 client.greeted = True
-                self._send(client, Lost())
+                self._send(client, wire.Lost())
         elif client.greeted:  # it has dropped this engine, or has not received the greeting yet
             client.greeted = False
             self._inbox.put(Gone(client.name))
@@ -263,25 +253,25 @@ class Router:
         for client in self._clients.values():
             if not client.greeted:
                 client.greeted = True
-                self._send(client, Hello(self._facts))
+                self._send(client, wire.Hello(self._facts))
                 self._inbox.put(Met(client.name))
 
     def _obey(self, client: _Client, body: Down) -> None:
         if isinstance(body, Ping):
             return
-        if isinstance(body, ResetPrefixCache | wire.Unpin):
+        if isinstance(body, wire.ResetPrefixCache | wire.Unpin):
             self._inbox.put(body)
             return
-        if isinstance(body, Drain):
+        if isinstance(body, wire.Drain):
             self._draining = True
             return
         if isinstance(body, wire.Watch):
             self._inbox.put(Watching(client.name, body.wanted))
             return
-        request_id = body.request.request_id if isinstance(body, Add) else body.request_id
+        request_id = body.request.request_id if isinstance(body, wire.Add) else body.request_id
         if not request_id.startswith(f"{client.name}-"):
             logger.warning("Dropped a message about request %r, which is not of client %s", request_id[:80], client.name)
-        elif isinstance(body, Abort):
+        elif isinstance(body, wire.Abort):
             self._inbox.put(body)
             self._count_end(body.index)
         elif self._is_full() and not body.moved:
@@ -310,7 +300,7 @@ class Router:
         """Drops all requests of a client that lost a frame: it is unknown which one, so none is reliable."""
         logger.error("A frame of client %s was lost, its requests end", client.name)
         self._inbox.put(Gone(client.name))
-        self._send(client, Lost())
+        self._send(client, wire.Lost())
 
     def _send_news(self) -> None:
         while self._words:
@@ -328,7 +318,7 @@ class Router:
                     self._count_end(delta.index)
             for name, news in by_client.items():
                 for part in _sliced(news):
-                    self._send_to(name, News(part, stats))
+                    self._send_to(name, wire.News(part, stats))
         while self._views:
             name, frame = self._views.popleft()
             self._send_to(name, wire.View(frame))
@@ -340,8 +330,8 @@ class Router:
 
     def _send(self, client: _Client, body: Up) -> None:
         client.sent += 1
-        frame = wire.encode(UpFrame(self._epoch, client.sent, body))
-        if isinstance(body, News):
+        frame = wire.encode(wire.UpFrame(self._epoch, client.sent, body))
+        if isinstance(body, wire.News):
             self._news_frames += 1
             frame = self._faults.on_the_way(self._news_frames, frame)
         if frame:
@@ -367,7 +357,7 @@ class Router:
             give_back_freed_memory()
         inbox = self._handed - pulse.taken
         stalled = stalled_for(pulse, inbox, self._roused_at, time.monotonic())
-        beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox), self._ranks(), self._draining)
+        beat = wire.Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox), self._ranks(), self._draining)
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)

@@ -10,13 +10,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from octavo.messages import SchedulerStats, StepPlan
-from octavo.policy.kv_manager import KVManager, PrefixHit
+from octavo.policy.kv_manager import KVManager
 from octavo.policy.pins import Pins
+from octavo.policy.prefix_matcher import PrefixHit
 from octavo.policy.request import Request, Sequence, Status, policy_key
 from octavo.policy.rows import Rows
 
 MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
+LINKS_PER_STEP = 4096  # links hashed in one step, which takes about 5 ms: bursts of long prompts are matched over several steps
+LOOKUPS_PER_HASH = 3  # links of a hit that are found and shared in the time that hashing one takes
 COMEBACK_TOKENS = 32  # free room required to readmit a sequence that was preempted k times: this times 2^k
 
 
@@ -30,6 +33,7 @@ class Admission:
         pins: Pins,
         stats: SchedulerStats,
         clock: Callable[[], float],
+        links_per_step: int,
     ) -> None:
         self.kv = kv
         self.waiting = waiting  # these are the scheduler's own lists
@@ -38,6 +42,7 @@ class Admission:
         self.pins = pins
         self.stats = stats
         self.clock = clock
+        self.links_per_step = links_per_step
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests that were never admitted, by arrival
         self.unforked: list[Sequence] = []  # running sequences that represent several samples until they are forked
 
@@ -47,7 +52,8 @@ class Admission:
         head: Sequence | None = None
         passed = False
         scanned = position = 0
-        while position < len(self.waiting) and budget > 0 and self.rows.free:
+        self.kv.prefixes.links_left = self.links_per_step
+        while position < len(self.waiting) and budget > 0 and self.rows.free and self._smallest_fits():
             seq = self.waiting[position]
             not_yet = seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held
             if not_yet or not seq.has_turn(plan.step, mask_turns):
@@ -74,11 +80,28 @@ class Admission:
     def _admit(self, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
         """Returns the tokens planned for it now, or None if it must wait."""
         kv = self.kv
-        hit = kv.match(seq)
-        seq.waits_for = hit.missed if hit.missed in kv.pending else None
-        if seq.waits_for or seq.rows_needed > len(self.rows.free):
+        if seq.rows_needed > len(self.rows.free):
             return None
-        if kv.blocks_needed(seq, hit) + seq.blocks_for_others + self.margin(seq) > kv.pool.num_free:
+        if self.is_refused_still(seq):
+            seq.waits_for = next((key for key in seq.misses if key in kv.pending), None)
+            return None
+        hit = kv.prefixes.match(seq)
+        if hit is None:
+            return None
+        count = self._admit_from(hit, seq, plan, budget)
+        kv.prefixes.links_left -= hit.num_tokens // kv.block_size // LOOKUPS_PER_HASH  # not sooner: each step must hash some links
+        return count
+
+    def _admit_from(self, hit: PrefixHit, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
+        kv = self.kv
+        seq.waits_for = kv.prefixes.wait_for(seq, hit.missed) if hit.missed in kv.pending else None
+        if seq.waits_for:
+            return None
+        lacking = kv.blocks_needed(seq, hit) + seq.blocks_for_others + self.margin(seq) - kv.pool.num_free
+        if lacking > 0:
+            seq.misses, seq.retry_at = hit.misses, kv.pool.freed - self.margin(seq) + lacking
+            return None
+        if not kv.prefixes.hash_all(seq):
             return None
         count = min(seq.target - hit.num_tokens, budget)
         kv.admit(seq, hit)
@@ -92,6 +115,18 @@ class Admission:
         insort(self.running, seq, key=policy_key)
         self._note_admission(seq, hit)
         return count
+
+    def is_refused_still(self, seq: Sequence) -> bool:
+        """Whether it did not fit when it was matched, and cannot fit now, so that it need not be matched again.
+
+        Its hit is not longer before a block that it lacked is sealed. Until then what it lacks shrinks by at most a block for each block
+        that becomes free, and by as many as its margin shrinks.
+        """
+        return self.kv.pool.freed - self.margin(seq) < seq.retry_at and not self.kv.prefixes.any_cached(seq.misses)
+
+    def _smallest_fits(self) -> bool:
+        """Whether the free blocks suffice for the smallest request: a block of each group, besides those that must stay free."""
+        return self.kv.pool.num_free >= (len(self.running) + 1) * len(self.kv.groups)
 
     def margin(self, seq: Sequence) -> int:
         """Blocks that must stay free: one of each group per running sequence, and more for a sequence that was preempted before."""

@@ -44,6 +44,7 @@ class BlockPool:
         self.key_of: list[BlockKey | None] = [None] * num_blocks
         self.evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.pinned: Counter[int] = Counter()  # block -> number of holders that are pins
+        self.freed = 0  # how many times a block has become free
         self.counts = PoolCounts()
         self.on_event = on_event or _ignore  # a temporary observer sets its own callback here and restores the previous one
 
@@ -71,20 +72,26 @@ class BlockPool:
 
     def share(self, blocks: Sequence[int]) -> None:
         """Adds one holder to each block."""
+        ref, free = self.ref, self.free
         for block in blocks:
-            if self.ref[block] == 0:
-                del self.free[block]
-            self.ref[block] += 1
-            self.on_event("share", block, self.key_of[block])
+            if ref[block] == 0:
+                del free[block]
+            ref[block] += 1
         self.counts.shared += len(blocks)
+        if self.on_event is not _ignore:
+            for block in blocks:
+                self.on_event("share", block, self.key_of[block])
 
     def release(self, blocks: Iterable[int]) -> None:
         """Removes one holder from each block, given in table order. Tails are freed first, so that prefixes stay cached longest."""
+        ref, observed = self.ref, self.on_event is not _ignore
         for block in reversed(list(blocks)):
-            self.ref[block] -= 1
-            assert self.ref[block] >= 0, f"block {block} released once too often"
-            self.on_event("release", block, None)
-            if self.ref[block] == 0:
+            ref[block] -= 1
+            assert ref[block] >= 0, f"block {block} released once too often"
+            if observed:
+                self.on_event("release", block, None)
+            if ref[block] == 0:
+                self.freed += 1
                 self.free[block] = None
                 if self.key_of[block] is None:
                     self.free.move_to_end(block, last=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from octavo.errors import ConfigError
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CLOSE = 1.25  # kinds of layers whose counts differ by a smaller factor get one group each: padding costs less than extra tables
@@ -57,7 +57,7 @@ class CacheGeometry:
 
     def concurrency(self, step_tokens: int) -> float:
         """Returns how many sequences of the maximum length fit into the pool. `step_tokens`: the most that a plan computes"""
-        if self.groups[0].window is None and len(self.groups) == 1:
+        if len(self.groups) == 1 and not self.groups[0].frees:
             return (self.num_blocks - 1) * self.block_size / self.max_model_len
         return (self.num_blocks - 1) / blocks_for(self.groups, self.block_size, self.max_model_len, step_tokens)
 
@@ -86,10 +86,12 @@ def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
     counts = [len(layers) for layers in kinds.values()]
     in_a_group = max(counts) if max(counts) < CLOSE * min(counts) else min(counts)
     most_bytes = max(num_bytes for _, num_bytes in kinds)
-    groups = []
+    groups: list[CacheGroup] = []
     for (window, num_bytes), layers in kinds.items():
         if most_bytes % num_bytes:
             raise ConfigError(f"layer {layers[0]} keeps {num_bytes} bytes per token, not a divisor of {most_bytes} of another layer")
         number = -(-len(layers) // in_a_group)
-        groups += [CacheGroup(tuple(layers[first::number]), window, most_bytes // num_bytes) for first in range(number)]
-    return tuple(sorted(groups, key=lambda group: group.window is not None))
+        for first in range(number):
+            part, links = tuple(layers[first::number]), most_bytes // num_bytes
+            groups.append(CacheGroup(part, links) if window is None else WindowGroup(part, links, window))
+    return tuple(sorted(groups, key=lambda group: group.frees))

@@ -4,6 +4,7 @@ from collections import Counter
 
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.kv_manager import KVManager
+from octavo.policy.prefix_matcher import UNLIMITED
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 
@@ -23,11 +24,13 @@ def check(scheduler: Scheduler) -> None:
     _check_rows(scheduler)
     for queue in (scheduler.waiting, scheduler.running):
         assert [seq.key for seq in queue] == sorted(seq.key for seq in queue), "out of policy order"
+    for seq in scheduler.waiting:
+        _check_refusal(seq, scheduler)
     scheduler.beams.check()
     for seq in live:
         _check_sequence(seq, scheduler)
     owners = {seq.seq_id for seq in scheduler.running}
-    assert set(kv.pending.values()) <= owners, "a pending digest whose owner does not run"
+    assert {owner.seq_id for owner in kv.pending.values()} <= owners, "a pending digest whose owner does not run"
     if not live:
         assert pool.num_free == pool.num_blocks - 1 - len(pool.pinned) and not kv.pending, "idle, but not as after start"
 
@@ -35,6 +38,16 @@ def check(scheduler: Scheduler) -> None:
 def _check_rows(scheduler: Scheduler) -> None:
     held = [row for seq in scheduler.running for row in (seq.row, *seq.reserved)]
     assert sorted(held + scheduler.rows.free) == list(range(scheduler.limits.max_num_seqs)), "rows leaked or doubled"
+
+
+def _check_refusal(seq: Sequence, scheduler: Scheduler) -> None:
+    admission, kv = scheduler.admission, scheduler.kv
+    if not seq.in_flight and admission.is_refused_still(seq):
+        kv.prefixes.links_left = UNLIMITED
+        hit = kv.prefixes.match(seq)
+        assert hit is not None
+        needed = kv.blocks_needed(seq, hit) + seq.blocks_for_others + admission.margin(seq)
+        assert needed > kv.pool.num_free, "it would fit, and is not matched again"
 
 
 def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
@@ -54,7 +67,7 @@ def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
 def _check_table(seq: Sequence, number: int, kv: KVManager) -> None:
     table, span, pool = seq.tables[number], kv.spans[number], kv.pool
     assert len(table) == -(-seq.num_planned // span), "table and progress disagree"
-    first = kv.groups[number].first_seen(seq.num_computed, span)
+    first = kv.groups[number].first_read(seq.num_computed) // span
     held = table[first:]
     assert NULL_BLOCK not in held, "a block was given back that a window can still see"
     assert len(set(held)) == len(held)

@@ -1,34 +1,26 @@
-"""`KVManager`: block tables over the pool: match a prefix, allocate, copy on write, seal, fork, free.
+"""`KVManager`: block tables over the pool: allocate, copy on write, seal, fork, free.
 
     tokens      [ t0 .. t15 | t16 .. t31 | t32 .. t47 | t48 .. ]
     digests     [    d0     |     d1     |     d2     ]            d1 = H(d0, t16..t31): equal digests mean equal prefixes
     tables[0]   [    5      |     9      |     2      |   7    ]    a full group: block 5 holds positions 0..15
     tables[1]   [    0      |     0      |     4      |   8    ]    a group with a window: blocks behind it were freed
 
+What a group keeps is the business of its kind (`CacheGroup`).
+
 A table only grows. An index changes in two cases. If the block of the next position is shared or sealed, a fresh copy takes its
-place, in the plan that first writes to it. If it lies behind the window, it becomes the null block.
+place, in the plan that first writes to it. If it is never read again, it becomes the null block.
 """
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from octavo.messages import HitReason, StepPlan
+from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, UNBOUNDED, CacheGroup
 from octavo.policy.digests import Digests
-from octavo.policy.request import Sequence
-
-UNBOUNDED = 1 << 60
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    tables: list[list[int]]  # one per group; null behind a window
-    num_tokens: int
-    reason: HitReason  # why it ends where it does
-    missed: BlockKey | None = None  # the block that was not found
+from octavo.policy.prefix_matcher import PrefixHit, PrefixMatcher
+from octavo.policy.request import NEVER_TRIED, Sequence
 
 
 def _ignore(seq: Sequence, group: int, first: int, end: int) -> None:
@@ -53,72 +45,15 @@ class KVManager:
         self.caching = caching
         self.groups = groups
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
-        self.pending: dict[BlockKey, int] = {}  # block -> seq_id of the sequence that computes it
+        self.pending: dict[BlockKey, Sequence] = {}  # block -> the sequence that computes it
         self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, range of table indices that were sealed
         self.digests = Digests(key, identity)
-        self._force_miss = force_miss
-        self._windows = [number for number, group in enumerate(groups) if group.window is not None]
-        self._most_held = [group.most_held(span, step_tokens) or UNBOUNDED for group, span in zip(groups, self.spans)]
+        self.prefixes = PrefixMatcher(pool, block_size, caching, self.digests, self.pending, groups, force_miss)
+        self._freeing = [number for number, group in enumerate(groups) if group.frees]
+        self._most_held = [group.most_held(span, step_tokens) for group, span in zip(groups, self.spans)]
 
     def root(self, salt: str) -> bytes:
         return self.digests.root(salt)
-
-    # --- a prefix ----------------------------------------------------------------------------------------------------
-
-    def match(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix that all groups can use, excluding the last token: that one is always computed."""
-        if not self.caching or not seq.reads_cache:
-            return PrefixHit([[] for _ in self.groups], 0, "off")
-        longest = cut = (seq.num_tokens - 1) // self.block_size  # in links
-        self._extend_digests(seq, longest)
-        missed: BlockKey | None = None
-        number = content = 0
-        while content < len(self.groups):  # each group may shorten it, until it is stable
-            fit, miss = self._fit(number, seq, cut)
-            content = content + 1 if fit == cut else 1
-            if miss is not None and (missed is None or missed not in self.pending):
-                missed = miss
-            cut, number = fit, (number + 1) % len(self.groups)
-        reason = self._miss_reason(missed, cut) if missed is not None else "end" if longest else "short"
-        return PrefixHit([self._found(number, seq, cut) for number in range(len(self.groups))], cut * self.block_size, reason, missed)
-
-    def _fit(self, number: int, seq: Sequence, cut: int) -> tuple[int, BlockKey | None]:
-        """Returns the longest prefix of at most `cut` links that this group can use, and the block it lacks for more."""
-        group, span = self.groups[number], self.spans[number]
-        links, digests = group.links, seq.digests
-        end = cut // links  # length of its table
-        if group.window is None:
-            for index in range(end):
-                key = (number, digests[(index + 1) * links - 1])
-                if self._lookup(key) is None:
-                    return index * links, key
-            return end * links, None
-        missed: BlockKey | None = None
-        at = end
-        while at > group.first_seen(end * span, span):
-            at -= 1
-            key = (number, digests[(at + 1) * links - 1])
-            if self._lookup(key) is None:
-                end, missed = at, key
-        return end * links, missed
-
-    def _found(self, number: int, seq: Sequence, cut: int) -> list[int]:
-        """Returns the table of a hit of `cut` links: null blocks before the window."""
-        links, span = self.groups[number].links, self.spans[number]
-        table = [NULL_BLOCK] * self.groups[number].first_seen(cut * self.block_size, span)
-        for index in range(len(table), cut // links):
-            block = self._lookup((number, seq.digests[(index + 1) * links - 1]))
-            assert block is not None
-            table.append(block)
-        return table
-
-    def _lookup(self, key: BlockKey) -> int | None:
-        return None if self._force_miss else self.pool.lookup(key)
-
-    def _miss_reason(self, missed: BlockKey, num_matched: int) -> HitReason:
-        if missed in self.pool.evicted:
-            return "evicted"
-        return "differs" if num_matched else "cold"
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -138,9 +73,9 @@ class KVManager:
     def blocks_for_beams(self, shared: int, num_tokens: int, width: int) -> int:
         """How many blocks a number of beams of this length can hold, which have their first `shared` tokens in common.
 
-        `shared` ends at a block boundary of every group. One more block is counted for each window: it may not have been freed yet.
+        `shared` ends at a block boundary of every group. One more block is counted where blocks are freed: it may not be free yet.
         """
-        own = self.blocks_for(num_tokens - shared) + len(self._windows)
+        own = self.blocks_for(num_tokens - shared) + len(self._freeing)
         return self.blocks_for(shared) + len(self.groups) + width * own
 
     def most_tokens(self) -> int:
@@ -156,10 +91,10 @@ class KVManager:
         seq.num_planned = seq.num_computed = hit.num_tokens
         seq.num_sealed = hit.num_tokens // self.block_size
         if self.caching:
-            self._extend_digests(seq, seq.num_tokens // self.block_size)
+            self.prefixes.extend(seq, seq.num_tokens // self.block_size)
             for number, group in enumerate(self.groups):
                 for digest in seq.digests[seq.num_sealed + group.links - 1 :: group.links]:
-                    if self.pending.setdefault((number, digest), seq.seq_id) == seq.seq_id:
+                    if self.pending.setdefault((number, digest), seq) is seq:
                         seq.pending.append((number, digest))
 
     def have_room(self, seqs: list[Sequence]) -> bool:
@@ -184,11 +119,11 @@ class KVManager:
             needed += last // span + 1 - len(table)
             if start % span and count and not pool.writable(table[start // span]):
                 needed += 1
-        behind = self._behind_windows(seq) if self._windows else None
-        if needed > len(pool.free) + (sum(pool.ref[seq.tables[group][index]] == 1 for group, index in behind) if behind else 0):
+        unread = self._unread(seq) if self._freeing else None
+        if needed > len(pool.free) + (sum(pool.ref[seq.tables[group][index]] == 1 for group, index in unread) if unread else 0):
             return False
-        if behind:
-            self._give_back(seq, behind, plan)
+        if unread:
+            self._free_unread(seq, unread, plan)
         room = UNBOUNDED
         for number, table in enumerate(seq.tables):
             span = self.spans[number]
@@ -213,24 +148,18 @@ class KVManager:
         self.pool.release((table[index],))
         table[index] = copy
 
-    def _behind_windows(self, seq: Sequence) -> list[tuple[int, int]]:
-        """Returns the (group, index) of blocks that are never read again.
+    def _unread(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Returns the (group, index) of blocks that are never read again."""
+        return [
+            (number, index)
+            for number in self._freeing
+            for index in self.groups[number].unread(seq.tables[number], seq.num_computed, self.spans[number])
+        ]
 
-        A sequence may be truncated to any length from `num_computed` on, so blocks within the window from there are kept.
-        """
-        behind = []
-        for number in self._windows:
-            table = seq.tables[number]
-            index = min(self.groups[number].first_seen(seq.num_computed, self.spans[number]), len(table)) - 1
-            while index >= 0 and table[index] != NULL_BLOCK:
-                behind.append((number, index))
-                index -= 1
-        return behind
-
-    def _give_back(self, seq: Sequence, behind: list[tuple[int, int]], plan: StepPlan) -> None:
+    def _free_unread(self, seq: Sequence, unread: list[tuple[int, int]], plan: StepPlan) -> None:
         """Frees them, and tells the worker in the same plan, which is the first that no longer reads them and may reuse them."""
         self.seal(seq)  # while they are still in the table
-        for number, index in behind:
+        for number, index in unread:
             self.pool.release((seq.tables[number][index],))
             seq.tables[number][index] = NULL_BLOCK
             plan.new_blocks.append((seq.row, number, index, NULL_BLOCK))
@@ -239,7 +168,7 @@ class KVManager:
         """Seals the blocks that `num_computed` has filled, so that they enter the cache."""
         full, pool, pending = seq.num_computed // self.block_size, self.pool, self.pending
         if self.caching:
-            self._extend_digests(seq, full)
+            self.prefixes.extend(seq, full)
             for number, group in enumerate(self.groups):
                 table, links = seq.tables[number], group.links
                 first, end = seq.num_sealed // links, full // links
@@ -257,7 +186,7 @@ class KVManager:
         return [
             (number, digests[(index + 1) * group.links - 1])
             for number, (group, span) in enumerate(zip(self.groups, self.spans))
-            for index in range(group.first_seen(end, span), end // span)
+            for index in range(group.first_read(end) // span, end // span)
         ]
 
     def find_all(self, seq: Sequence) -> list[int]:
@@ -267,7 +196,7 @@ class KVManager:
         """
         blocks, end = [], seq.num_tokens - 1
         for number, (group, span) in enumerate(zip(self.groups, self.spans)):
-            first = group.first_seen(end, span)
+            first = group.first_read(end) // span
             for index in range(first, end // span):
                 key = (number, seq.digests[(index + 1) * group.links - 1])
                 self.pool.seal(seq.tables[number][index], key)
@@ -291,18 +220,14 @@ class KVManager:
         parent.room = child.room = 0
 
     def shortest(self, seq: Sequence) -> int:
-        """The minimum length it can be truncated to: blocks within the window from there have not been freed."""
-        lengths = [1]
-        for number in self._windows:
-            given_back = seq.tables[number].count(NULL_BLOCK)
-            lengths.append(given_back * self.spans[number] + (self.groups[number].window or 0) if given_back else 1)
-        return max(lengths)
+        """The minimum length it can be truncated to."""
+        return max(group.shortest(table, span) for group, table, span in zip(self.groups, seq.tables, self.spans))
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Keeps its first `length` tokens and frees the blocks behind them; sealed ones stay cached."""
         assert self.shortest(seq) <= length <= seq.num_tokens
         del seq.token_ids[length:]
-        seq.num_tokens = length
+        seq.num_tokens, seq.retry_at = length, NEVER_TRIED
         seq.num_planned = cut = min(seq.num_planned, length - 1)  # sampling needs the last token computed again
         seq.num_computed, seq.num_sealed = min(seq.num_computed, cut), min(seq.num_sealed, cut // self.block_size)
         seq.room = 0
@@ -321,7 +246,7 @@ class KVManager:
 
     def _withdraw(self, seq: Sequence, keys: list[BlockKey]) -> None:
         for key in keys:
-            if self.pending.get(key) == seq.seq_id:
+            if self.pending.get(key) is seq:
                 del self.pending[key]
 
     def release(self, seq: Sequence) -> None:
@@ -333,10 +258,7 @@ class KVManager:
         self._withdraw(seq, seq.pending)
         seq.pending = []
 
-    def _extend_digests(self, seq: Sequence, count: int) -> None:
-        self.digests.extend(seq.digests, seq.request.root, seq.token_ids, self.block_size, count, seq.request.extras)
-
 
 def _held(table: list[int]) -> list[int]:
-    """Returns the blocks of a table, without the null blocks behind a window."""
+    """Returns the blocks of a table, without null blocks."""
     return [block for block in table if block != NULL_BLOCK]

@@ -297,7 +297,7 @@ class _Planner:
 
     def _reach(self, config: ResolvedConfig, num_blocks: int) -> int:
         """The longest sequence that fits into a pool: block 0 is the null block, and the last token is never computed."""
-        if len(self.groups) == 1 and self.groups[0].window is None:
+        if len(self.groups) == 1 and not self.groups[0].frees:
             return min(self.most, (num_blocks - 1) * config.block_tokens + 1)
         return largest(1, self.most, lambda length: self._blocks_for(config, length - 1) < num_blocks) or 1
 

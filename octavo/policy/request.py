@@ -12,6 +12,7 @@ sample computes that last token itself.
 from array import array
 from dataclasses import replace
 from enum import Enum
+from math import inf
 from operator import attrgetter
 
 from octavo.messages import AddRequest, Ending, LifeRecord, NoiseKey, RowWrite, StepPlan
@@ -19,6 +20,7 @@ from octavo.policy.beam import num_candidates
 from octavo.policy.block_pool import BlockKey
 
 LOW32 = 0xFFFFFFFF
+NEVER_TRIED = -inf
 UNSEEDED = 1 << 31  # separates the noise streams of unseeded requests from seeded ones
 
 
@@ -94,9 +96,9 @@ class Request:
 
 class Sequence:
     __slots__ = (
-        "blocks_for_others", "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned",
-        "num_sealed", "num_tokens", "pending", "preemptions", "request", "reserved", "room", "row", "rows_needed", "seq_id", "since",
-        "status", "steps_passed", "stop_at", "tables", "token_ids", "waits_for",
+        "__weakref__", "blocks_for_others", "digests", "ended", "in_flight", "index", "key", "limit", "lost", "misses",
+        "num_computed", "num_planned", "num_sealed", "num_tokens", "pending", "preemptions", "request", "reserved", "retry_at",
+        "room", "row", "rows_needed", "seq_id", "since", "status", "steps_passed", "stop_at", "tables", "token_ids", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +120,8 @@ class Sequence:
         self.num_sealed = 0  # links whose blocks were offered to the cache
         self.pending: list[BlockKey] = []  # blocks it has announced but may not have sealed yet
         self.waits_for: BlockKey | None = None  # a block that another sequence is computing
+        self.misses: tuple[BlockKey, ...] = ()  # blocks that its prefix lacked when it did not fit
+        self.retry_at = NEVER_TRIED  # it cannot fit before this many more blocks than its margin have been freed, see admission.py
         self.row = -1
         self.since = 0  # the step of its last admission
         self.rows_needed = 1  # more than one if it represents samples that are not forked yet

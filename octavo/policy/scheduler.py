@@ -17,14 +17,14 @@ from dataclasses import replace
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, Ending, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
-from octavo.policy.admission import Admission
+from octavo.policy.admission import LINKS_PER_STEP, Admission
 from octavo.policy.beam_groups import BeamGroups
 from octavo.policy.budget import budget_of_prefills, share_of_plan
 from octavo.policy.door import check_request, length_limit
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.moves import Moves
 from octavo.policy.pins import Pins
-from octavo.policy.request import Request, Sequence, Status, policy_key, prompt_positions
+from octavo.policy.request import NEVER_TRIED, Request, Sequence, Status, policy_key, prompt_positions
 from octavo.policy.rows import Rows
 
 SEALS_PER_STEP = 32  # larger batches seal in turns: if all sequences cross a block boundary together, the work is spread over several steps
@@ -70,7 +70,8 @@ class Scheduler:
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
         self._told: dict[int, list[Sequence]] = {}  # step -> sequences whose row updates it contains, if any
         self.pins = Pins(kv, self.limits, self.stats, clock)
-        self.admission = Admission(kv, self.waiting, self.running, self.rows, self.pins, self.stats, clock)
+        links = max(LINKS_PER_STEP, limits.max_num_batched_tokens // kv.block_size)  # no fewer than a step computes
+        self.admission = Admission(kv, self.waiting, self.running, self.rows, self.pins, self.stats, clock, links)
         self.moves = Moves(kv, self.rows, self.waiting, self.running, self._planned, self._new_sequence)
         self.beams = BeamGroups(kv, self.rows, self.running, self.moves, self._new_sequence, self._remove)
         self._arrivals = 0
@@ -253,7 +254,7 @@ class Scheduler:
         self._free(seq)
         seq.status = Status.WAITING
         seq.preemptions += 1
-        seq.waits_for = None
+        seq.waits_for, seq.retry_at = None, NEVER_TRIED
         seq.request.life.preemptions += 1
         self.stats.preemptions += 1
         insort(self.waiting, seq, key=policy_key)

@@ -9,7 +9,7 @@
 
 A wrong block, a stale block, a wrong parent, a lost token or an error at a block boundary changes the text at once. `expected`
 computes the same over a plain list. Slots are `None` at first and in poisoned rows: reading one makes the row bad, as NaN would.
-Every further cache group must hold the same as the first: everything its window sees is compared, and a freed block must not be
+Every further cache group must hold the same as the first: everything that a query reads is compared, and a freed block must not be
 read.
 """
 
@@ -241,7 +241,7 @@ class FakeRunner:
         if len(entries) < start + count:
             return None
         for number, group in enumerate(self.geometry.groups[1:], 1):
-            first = 0 if group.window is None else max(0, start - group.window + 1)
+            first = group.first_read(start)
             if self._read(row, number, first, start + count) != [_of_group(number, entry) for entry in entries[first:]]:
                 raise EngineError(f"cache group {number} does not hold what positions {first} to {start + count - 1} wrote")
         return entries

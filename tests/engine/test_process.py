@@ -26,7 +26,7 @@ from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
 from octavo.engine.process import StatsLog
 from octavo.engine.router import LARGE, Pulse, Router, _sliced, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
-from octavo.engine.wire import Add, DownFrame, Ping
+from octavo.engine.wire import Abort, Add, DownFrame, Ping
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -366,6 +366,16 @@ def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFi
         "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 20.0 tokens/s, Running: 3 reqs, Waiting: 2 reqs, "
         "Preemptions: 4, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%",
     ]
+
+
+def test_a_burst_of_long_prompts_is_taken_over_several_turns(tmp_path: Path) -> None:
+    router = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug()))
+    for number in range(7):
+        router._inbox.put(AddRequest(str(number), [1] * 30_000, SamplingParams()))
+    router._inbox.put(Abort("0"))
+    turns = [router.take(wait=False) for _ in range(4)]
+    assert [len(commands) for commands in turns] == [3, 3, 2, 0], "until more than 65,536 ids are taken"
+    assert turns[2][-1] == Abort("0"), "in the order in which they arrived"
 
 
 def test_an_engine_that_rests_gives_back_what_its_steps_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from octavo.models.llama_family import FAMILY as LLAMA
 from octavo.models.registry import build_model, describe, family_of, read_config
 from octavo.policy.auto import resolved, suited
 from octavo.policy.block_pool import NULL_BLOCK
-from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.description import LayerShape, MLPShape, ModelDescription, NormShape
 from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
@@ -225,13 +225,13 @@ def test_windows_that_give_back_change_no_token(
 
 def count_given_back(kv: Any) -> list[int]:
     """Returns a list with a number, which counts the blocks that windows give back from now on."""
-    count, give_back = [0], kv._give_back
+    count, give_back = [0], kv._free_unread
 
     def counted(seq: Any, behind: Any, plan: Any) -> None:
         count[0] += len(behind)
         give_back(seq, behind, plan)
 
-    kv._give_back = counted
+    kv._free_unread = counted
     return count
 
 
@@ -281,7 +281,7 @@ def test_its_memory_is_planned_from_the_description(weights: dict[str, Tensor], 
     assert [spec.buffers["k"].shape for spec in codes] == [(2, 16), (1, 32)] * 2 and codes[1].buffers["v_scale"].shape == (1,)
     config = resolved(EngineConfig(max_num_batched_tokens=8, max_num_seqs=8, block_size=4, num_gpu_blocks_override=21), "cpu")
     plan = plan_memory(needs, config, Memory(8 * GIB))
-    assert plan.refusal is None and plan.geometry.groups == (CacheGroup((0, 2)), CacheGroup((1, 3), 5))
+    assert plan.refusal is None and plan.geometry.groups == (CacheGroup((0, 2)), WindowGroup((1, 3), window=5))
     held = (2 * 8 + 5 - 2) // 4 + 2  # blocks of a window, at most
     assert plan.geometry.max_model_len == (20 - held) * 4 + 1, "the rest of the pool is for the full group"
     assert plan.concurrency == 20 / (-(-plan.geometry.max_model_len // 4) + held)

@@ -43,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         row_tokens=st.sampled_from([1, 1, 3]),
         stages=st.sampled_from([1, 1, 2, 3]),
         shorter=st.sampled_from([1, 1, 2, 4]),
+        links=st.sampled_from([None, 1, 3]),
     )
     def start(
         self,
@@ -59,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         row_tokens: int,
         stages: int,
         shorter: int,
+        links: int | None,
     ) -> None:
         """`shorter`: where requests cannot fill the pool, there is room for pins."""
         self.engine = FakeEngine(
@@ -75,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
             groups=groups if stages == 1 else (FULL,),  # a pipeline has no windows that give back
             row_tokens=row_tokens,
             stages=stages,
+            links=links,
         )
         self.rows = rows
         self.pins: dict[str, tuple[int, str]] = {}  # length and salt

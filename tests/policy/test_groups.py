@@ -1,15 +1,18 @@
 """Two cache groups over one pool: a full one keeps every position, one with a window gives back what nothing can read any more."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 
 from octavo.errors import RequestError
 from octavo.policy.block_pool import NULL_BLOCK
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 from octavo.policy.request import Sequence
 from tests.support.fake import FakeEngine, sampling
 
 SIZE, WINDOW = 4, 6
-BOTH = (FULL, CacheGroup(window=WINDOW))
+BOTH = (FULL, WindowGroup(window=WINDOW))
 PROMPT = [(7 * i + i * i // 3) % 50 for i in range(29)]
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -56,23 +59,23 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_start_from() -> None:
     engine.run()
 
     def forget(group: int, *indices: int) -> None:
-        engine.kv.match(seq)  # makes its digests
+        engine.kv.prefixes.match(seq)  # makes its digests
         for index in indices:
             block = engine.pool.index[group, seq.digests[index]]
             engine.pool._evict(block)
 
     (seq,) = engine.add("r", PROMPT, sampling(6)).sequences
-    hit = engine.kv.match(seq)
+    hit = engine.kv.prefixes.match(seq)
     assert (hit.num_tokens, hit.reason) == (28, "end")
     assert [block == NULL_BLOCK for block in hit.tables[1]] == [True] * 5 + [False] * 2, "a window needs its last blocks only"
     forget(1, 5)
-    hit = engine.kv.match(seq)
+    hit = engine.kv.prefixes.match(seq)
     assert (hit.num_tokens, hit.reason, hit.missed) == (20, "evicted", (1, seq.digests[5])), "the missing block of the window ends it"
     forget(0, 4)
-    hit = engine.kv.match(seq)
+    hit = engine.kv.prefixes.match(seq)
     assert (hit.num_tokens, hit.missed) == (16, (0, seq.digests[4]))
     forget(1, 2)
-    assert engine.kv.match(seq).num_tokens == 8
+    assert engine.kv.prefixes.match(seq).num_tokens == 8
     engine.run()
     engine.assert_exact()
     lives = [engine.asked[name][1].life for name in ("warm", "r")]
@@ -95,7 +98,7 @@ def test_one_who_waits_for_a_block_of_a_window_goes_on_when_it_is_sealed() -> No
 @DEPTHS
 @pytest.mark.parametrize("links", [(1, 2), (2, 1)])
 def test_groups_whose_blocks_have_more_tokens_share_the_pool(links: tuple[int, int], depth: int) -> None:
-    groups = (CacheGroup(links=links[0]), CacheGroup(window=WINDOW, links=links[1]))
+    groups = (CacheGroup(links=links[0]), WindowGroup(window=WINDOW, links=links[1]))
     engine = FakeEngine(block_size=SIZE, groups=groups, num_blocks=64, depth=depth, preempt_every=5)
     for number in range(4):
         engine.add(str(number), PROMPT[: 20 + number], sampling(20, n=1 + number % 2))
@@ -109,7 +112,7 @@ def test_groups_whose_blocks_have_more_tokens_share_the_pool(links: tuple[int, i
 
 def test_a_request_as_large_as_the_pool_comes_in_with_any_hit() -> None:
     """A window gives its hit back before it holds its last blocks: both together need not fit."""
-    groups = (FULL, CacheGroup(window=WINDOW, links=2))
+    groups = (FULL, WindowGroup(window=WINDOW, links=2))
     for cached in range(0, 40, SIZE):
         engine = FakeEngine(block_size=SIZE, groups=groups, num_blocks=15, rows=4, budget=9)
         engine.add("warm", [*PROMPT, *PROMPT][: cached + 1], sampling(1))
@@ -117,3 +120,31 @@ def test_a_request_as_large_as_the_pool_comes_in_with_any_hit() -> None:
         engine.add("r", [*PROMPT, *PROMPT][: engine.max_len - 1], sampling(1))
         engine.run(most_steps=200)
         engine.assert_exact()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(CacheGroup):
+    """A query sees the positions of its own chunk of 8, as in some layers of Llama 4."""
+
+    frees: ClassVar[bool] = True
+
+    def first_read(self, length: int) -> int:
+        return length // 8 * 8
+
+    def most_held(self, span: int, step_tokens: int) -> int:
+        return (2 * step_tokens + 7) // span + 2
+
+
+@DEPTHS
+def test_another_kind_of_cache_is_one_class(depth: int) -> None:
+    engine = FakeEngine(block_size=SIZE, groups=(FULL, Chunks()), num_blocks=40, rows=4, budget=9, depth=depth, preempt_every=7)
+    for number in range(6):
+        engine.add(str(number), PROMPT[: 12 + number], sampling(30, n=1 + number % 2))
+    engine.run()
+    engine.assert_exact()
+    engine.assert_idle()
+    hit = engine.kv.prefixes.match(engine.add("again", PROMPT[:17], sampling(2)).sequences[0])
+    assert hit is not None and hit.num_tokens == 16
+    assert [block == NULL_BLOCK for block in hit.tables[1]] == [True] * 4, "the query at position 16 begins a chunk"
+    engine.run()
+    engine.assert_exact()

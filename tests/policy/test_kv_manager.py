@@ -62,7 +62,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def _table(self, seq: Sequence, group: int, length: int) -> list[int] | None:
         """The table of a hit of this length, or None where the group cannot start from there."""
-        span, window = self.kv.spans[group], self.kv.groups[group].window
+        span, window = self.kv.spans[group], getattr(self.kv.groups[group], "window", None)
         if length % span:
             return None
         table = []
@@ -79,7 +79,12 @@ class KVMachine(RuleBasedStateMachine):
     )
     def admit(self, shared: int, tail: list[int], salt: str, seal: bool) -> None:
         seq = self._sequence(array("i", [7] * shared + tail or [7]), salt)
-        hit = self.kv.match(seq)
+        hit = self.kv.prefixes.match(seq)
+        assert hit is not None
+        if self.kv.caching:
+            hashed: list[bytes] = []
+            self.kv.digests.extend(hashed, seq.request.root, seq.token_ids, self.size, len(seq.digests), {})
+            assert seq.digests == hashed, "copied from a sequence that begins otherwise"
         for length in range((seq.num_tokens - 1) // self.size * self.size, -1, -self.size):
             tables = [self._table(seq, group, length) for group in range(len(self.kv.groups))]
             if None not in tables:
@@ -172,11 +177,11 @@ class KVMachine(RuleBasedStateMachine):
         for seq in self.live:
             for group, (table, span) in enumerate(zip(seq.tables, self.kv.spans)):
                 assert len(table) == -(-seq.num_planned // span)
-                window = self.kv.groups[group].window
+                window = getattr(self.kv.groups[group], "window", None)
                 first = 0 if window is None else max(0, seq.num_computed - window + 1)
                 read = [slot for block in table for slot in self.memory[block][:span]][first : seq.num_planned]
                 assert read == [self._prefix(seq, group, length) for length in range(first + 1, seq.num_planned + 1)]
-        assert set(self.kv.pending.values()) <= {seq.seq_id for seq in self.live}
+        assert set(self.kv.pending.values()) <= set(self.live)
         if not self.live:
             assert not self.kv.pending and self.pool.num_free == self.pool.num_blocks - 1
 
@@ -197,7 +202,7 @@ def test_digests_depend_on_key_identity_salt_parent_tokens_and_extras() -> None:
         request = Request(AddRequest("r", tokens, SamplingParams()), 0, kv.root(salt), frozenset(), 0, 0.0)
         seq = Sequence(0, request, 0, array("i", tokens), 99, False)
         request.extras = extras or {}
-        kv.match(seq)
+        kv.prefixes.match(seq)
         return seq.digests
 
     usual = digests(b"k", b"m", "", [1, 2, 3, 4, 5])
@@ -234,7 +239,7 @@ def _specs(kinds: str) -> list[LayerCacheSpec]:
 def test_layers_are_split_into_groups_whose_blocks_have_equal_bytes(kinds: str, groups: list[tuple[object, ...]]) -> None:
     specs = _specs(kinds)
     split = split_layers(specs)
-    assert [(group.layers, group.window, group.links) for group in split] == groups
+    assert [(group.layers, getattr(group, "window", None), group.links) for group in split] == groups
     assert sorted(layer for group in split for layer in group.layers) == list(range(len(kinds)))
     assert len({specs[group.layers[0]].bytes_per_token * group.links for group in split}) == 1
     assert one_group(specs) == (CacheGroup(tuple(range(len(kinds)))),)

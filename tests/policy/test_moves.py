@@ -3,14 +3,14 @@
 import pytest
 
 from octavo.messages import RowFork
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 from octavo.policy.request import Sequence
 from tests.support.fake import FakeEngine, sampling
 
 SIZE = 4
 PROMPT = [(11 * i + i * i // 5) % 50 for i in range(13)]
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-GROUPS = pytest.mark.parametrize("groups", [(FULL,), (FULL, CacheGroup(window=5))], ids=["full", "window"])
+GROUPS = pytest.mark.parametrize("groups", [(FULL,), (FULL, WindowGroup(window=5))], ids=["full", "window"])
 MOMENTS = range(1, 11)  # steps after which it happens: at every place in a block
 
 
@@ -127,7 +127,7 @@ def test_blocks_behind_a_cut_are_given_back_and_sealed_ones_stay_found() -> None
 
 
 def test_a_window_keeps_what_a_cut_can_still_reach() -> None:
-    engine, (seq,) = _started(2, (FULL, CacheGroup(window=5)), 12)
+    engine, (seq,) = _started(2, (FULL, WindowGroup(window=5)), 12)
     assert engine.kv.shortest(seq) > seq.request.num_prompt, "something was given back"
     for length in range(seq.num_computed + 1, seq.num_tokens + 1):
         assert engine.kv.shortest(seq) <= length

@@ -71,7 +71,7 @@ def test_a_door_and_an_engine_compute_the_same_digests(prompt: list[int], salt: 
     engine = FakeEngine(block_size=4)
     request = engine.add("a", prompt, sampling(1), salt=salt)
     (seq,) = request.sequences
-    engine.kv.match(seq)
+    engine.kv.prefixes.match(seq)
     assert Digests(b"k" * 16, b"model").of_prompt(prompt, salt, 4) == [digest[:SHORT] for digest in seq.digests]
 
 

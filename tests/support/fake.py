@@ -15,7 +15,7 @@ from octavo.errors import EngineError
 from octavo.messages import AddRequest, Beams, Delta, FinishReason, Limits, PinOrder, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockKey, BlockPool, Event
-from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request, Sequence
@@ -28,7 +28,7 @@ from tests.support.beams import expected_beams
 
 VOCAB = 50
 GROUPS = [
-    (FULL,), (FULL,), (FULL, CacheGroup(window=3)), (FULL, CacheGroup(window=6, links=2)), (CacheGroup(links=2), CacheGroup(window=5)),
+    (FULL,), (FULL,), (FULL, WindowGroup(window=3)), (FULL, WindowGroup(window=6, links=2)), (CacheGroup(links=2), WindowGroup(window=5)),
 ]  # fmt: skip
 Hook = Callable[[], None]
 
@@ -104,8 +104,11 @@ class FakeEngine:
         row_tokens: int = 1,
         stages: int = 1,
         pinned: int = 1 << 30,
+        links: int | None = None,
     ) -> None:
-        """`pinned`: the most blocks that may be. `max_len`: without it, as long as fits into the pool, and no longer than `most_len`."""
+        """`pinned`: the most blocks that may be. `links`: the most that are hashed in a step. `max_len`: without it, as long as fits into
+        the pool, and no longer than `most_len`.
+        """
         self.pool = BlockPool(num_blocks, self._on_event)
         self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget)
         self.max_len = max_len or min(most_len, self.kv.most_tokens() + 1)
@@ -114,6 +117,8 @@ class FakeEngine:
             self.kv, limits, by_priority, end_ids, 5, preempt_every, clock=lambda: float(self.scheduler.step),
             row_tokens=row_tokens, stages=stages,
         )  # fmt: skip
+        if links is not None:
+            self.scheduler.admission.links_per_step = links
         self.faults = ChosenFaults()
         self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1, groups), VOCAB, self.faults, row_tokens)
         self.executor = WatchedExecutor(self.runner, self._check_writes)

@@ -16,7 +16,7 @@ from octavo.kernels.reference.rows import finish, prepare
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
-from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
@@ -189,7 +189,7 @@ def test_copies_move_whole_blocks_of_every_layer_and_read_before_they_write(copi
 # two groups of two layers and of one, which has half the bytes a token, and so twice the tokens in a block
 WIDE = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((2, 3), "bfloat16")}) for layer in range(2)]
 NARROW = LayerCacheSpec(2, {"k": Buffer((1, 4), "float32"), "v": Buffer((2, 3), "int8")}, window=8)
-GROUPS = (CacheGroup((0, 1)), CacheGroup((2,), 8, links=2))
+GROUPS = (CacheGroup((0, 1)), WindowGroup((2,), 2, 8))
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])

@@ -1,0 +1,159 @@
+"""`PrefixMatcher`: finds the longest cached prefix of a sequence, and hashes no more of it than that takes.
+
+    match         a digest after the other is looked up, until a block is missing: little behind that one is hashed
+    links_left    bounds the hashing of one step, so that a burst of long prompts is matched over several steps
+    _copy         a sequence that begins as another one gets its digests: comparing ids takes a fiftieth of the time
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from weakref import WeakValueDictionary
+
+from octavo.messages import HitReason
+from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
+from octavo.policy.cache_group import CacheGroup
+from octavo.policy.digests import Digests
+from octavo.policy.request import Sequence
+
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    tables: list[list[int]]  # one per group; null where nothing is read
+    num_tokens: int
+    reason: HitReason  # why it ends where it does
+    missed: BlockKey | None = None  # the block that was not found
+    misses: tuple[BlockKey, ...] = ()  # all that were not found: the hit cannot be longer before one of them is sealed
+
+
+class PrefixMatcher:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        caching: bool,
+        digests: Digests,
+        pending: dict[BlockKey, Sequence],
+        groups: tuple[CacheGroup, ...],
+        force_miss: bool,
+    ) -> None:
+        """`pending`: block -> the sequence that computes it; the manager's own."""
+        self.links_left = UNLIMITED  # how many links may still be hashed in this step
+        self._pool = pool
+        self._block_size = block_size
+        self._caching = caching
+        self._digests = digests
+        self._pending = pending
+        self._groups = groups
+        self._lookup: Callable[[BlockKey], int | None] = (lambda key: None) if force_miss else pool.index.get
+        self._longest: WeakValueDictionary[bytes, Sequence] = WeakValueDictionary()  # first digest -> the sequence with most digests
+
+    def extend(self, seq: Sequence, count: int) -> None:
+        """Hashes the sequence up to `count` links."""
+        self._digests.extend(seq.digests, seq.request.root, seq.token_ids, self._block_size, count, seq.request.extras)
+
+    def match(self, seq: Sequence) -> PrefixHit | None:
+        """The longest cached prefix that all groups can use, excluding the last token: that one is always computed.
+
+        Returns None if it takes more hashing than `links_left` allows.
+        """
+        if not self._caching or not seq.reads_cache:
+            return PrefixHit([[] for _ in self._groups], 0, "off")
+        if self.links_left <= 0:
+            return None
+        longest = cut = (seq.num_tokens - 1) // self._block_size  # in links
+        misses: list[BlockKey] = []
+        number = content = 0
+        while content < len(self._groups):  # each group may shorten it, until it is stable
+            fit = self._fit(number, seq, cut, misses)
+            if fit is None:
+                return None
+            content = content + 1 if fit == cut else 1
+            cut, number = fit, (number + 1) % len(self._groups)
+        tables = [self._found(number, seq, cut) for number in range(len(self._groups))]
+        if not misses:
+            return PrefixHit(tables, cut * self._block_size, "end" if longest else "short")
+        missed = next((key for key in misses if key in self._pending), misses[-1])
+        return PrefixHit(tables, cut * self._block_size, self._miss_reason(missed, cut), missed, tuple(misses))
+
+    def _fit(self, number: int, seq: Sequence, cut: int, misses: list[BlockKey]) -> int | None:
+        """Returns the longest prefix of at most `cut` links that this group can use, and adds the block it lacks for more to `misses`.
+
+        Returns None if it takes too much hashing.
+        """
+        group = self._groups[number]
+        fit = group.fit(cut // group.links, group.links * self._block_size, partial(self._find, number, seq))
+        if fit is None:
+            return None
+        end, missing = fit
+        if missing is not None:
+            misses.append((number, seq.digests[(missing + 1) * group.links - 1]))
+        return end * group.links
+
+    def _found(self, number: int, seq: Sequence, cut: int) -> list[int]:
+        """Returns the table of a hit of `cut` links: null blocks where a query at its end does not read."""
+        group = self._groups[number]
+        end = cut // group.links
+        first = min(end, group.first_read(cut * self._block_size) // (group.links * self._block_size))
+        blocks = [block for block in self._find(number, seq, first, end) or () if block is not None]
+        assert len(blocks) == end - first, "a block of the hit is not in the index"
+        return [NULL_BLOCK] * first + blocks
+
+    def _find(self, number: int, seq: Sequence, first: int, end: int) -> list[int | None] | None:
+        """Returns the cached blocks that a table would have at these indices, or None if that takes too much hashing."""
+        links = self._groups[number].links
+        if not self._hash(seq, end * links):
+            return None
+        return list(map(self._lookup, zip(repeat(number), seq.digests[(first + 1) * links - 1 : end * links : links])))
+
+    def _hash(self, seq: Sequence, count: int) -> bool:
+        """Extends the digests to `count` links, or to as many as `links_left` allows. Returns whether there are `count`."""
+        while (lacking := count - len(seq.digests)) > 0 < self.links_left:
+            first = not seq.digests
+            hashed = 1 if first else min(lacking, self.links_left)
+            self.links_left -= hashed
+            self.extend(seq, len(seq.digests) + hashed)
+            alike = self._longest.get(seq.digests[0])
+            if first and alike is not None:
+                self._copy(seq, alike)
+            if alike is None or len(alike.digests) < len(seq.digests):
+                self._longest[seq.digests[0]] = seq
+        return lacking <= 0
+
+    def _copy(self, seq: Sequence, other: Sequence) -> None:
+        """Copies the digests of the tokens that both begin with: comparing ids takes a fiftieth of the time that hashing them takes."""
+        if seq.request.extras or other.request.extras:
+            return
+        common, end = len(seq.digests), min(len(other.digests), seq.num_tokens // self._block_size)
+        while common < end:
+            middle = (common + end + 1) // 2
+            part = slice(common * self._block_size, middle * self._block_size)
+            if seq.token_ids[part] == other.token_ids[part]:
+                common = middle
+            else:
+                end = middle - 1
+        seq.digests += other.digests[len(seq.digests) : common]
+
+    def hash_all(self, seq: Sequence) -> bool:
+        """Hashes the rest of the sequence. Returns False if that is more than `links_left` allows."""
+        return not self._caching or self._hash(seq, seq.num_tokens // self._block_size)
+
+    def any_cached(self, keys: tuple[BlockKey, ...]) -> bool:
+        return any(self._lookup(key) is not None for key in keys)
+
+    def wait_for(self, seq: Sequence, missed: BlockKey) -> BlockKey:
+        """Returns the last block of the prefix that another sequence is computing, where `missed` is the first."""
+        number = missed[0]
+        links = self._groups[number].links
+        keys = list(zip(repeat(number), seq.digests[links - 1 :: links]))
+        first = keys.index(missed)
+        return keys[first + bisect_left(range(first + 1, len(keys)), True, key=lambda index: keys[index] not in self._pending)]
+
+    def _miss_reason(self, missed: BlockKey, num_matched: int) -> HitReason:
+        if missed in self._pool.evicted:
+            return "evicted"
+        return "differs" if num_matched else "cold"
