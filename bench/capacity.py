@@ -85,7 +85,7 @@ def scheduler_of(way: str, num_blocks: int, max_len: int) -> Scheduler:
     if way == "blocks":
         return Scheduler(KVManager(pool, SIZE, caching=False, key=b"bench", identity=b"bench"), limits)
     scheduler = Scheduler(Reserving(pool, (lambda seq: max_len) if way == "model" else (lambda seq: seq.limit)), limits)
-    scheduler.admission.margin = lambda seq: 0  # type: ignore[method-assign]  # what is reserved never grows: nothing has to stay free
+    scheduler.admission.kept_free = lambda: 0  # type: ignore[method-assign]  # what is reserved never grows: nothing has to stay free
     return scheduler
 
 

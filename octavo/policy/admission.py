@@ -125,15 +125,17 @@ class Admission:
         return self.kv.pool.freed - self.margin(seq) < seq.retry_at and not self.kv.prefixes.any_cached(seq.misses)
 
     def _smallest_fits(self) -> bool:
-        """Whether the free blocks suffice for the smallest request: a block of each group, besides those that must stay free."""
-        return self.kv.pool.num_free >= (len(self.running) + 1) * len(self.kv.groups)
+        """Whether the free blocks suffice for the smallest request, which needs a block of each group."""
+        return self.kv.pool.num_free >= self.kept_free() + len(self.kv.groups)
+
+    def kept_free(self) -> int:
+        """Blocks that must stay free for running sequences: one of each group for each."""
+        return len(self.running) * len(self.kv.groups)
 
     def margin(self, seq: Sequence) -> int:
-        """Blocks that must stay free: one of each group per running sequence, and more for a sequence that was preempted before."""
-        if not self.running:
-            return 0
-        margin = len(self.running) * len(self.kv.groups)
-        if seq.preemptions:
+        """Blocks that must stay free if this sequence is admitted: more than others keep free if it was preempted before."""
+        margin = self.kept_free()
+        if seq.preemptions and self.running:
             comeback = min(seq.limit - seq.num_tokens, COMEBACK_TOKENS << seq.preemptions)
             margin += self.kv.blocks_for(comeback)
         return margin
