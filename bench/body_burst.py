@@ -3,7 +3,7 @@
     python bench/body_burst.py [--bodies 800] [--ids 16384] [--rounds 3] [MODEL] [-- FLAGS OF octavo serve]
 
 The engine is FakeKV, so no model hides the cost. The burst is sent by a process of its own. CPU is the CPU time of the API process, which
-other programs on the machine change little: its longest turn of the event loop, and what it used between a question and its answer.
+other programs on the machine change little: its longest turn of the event loop, and its CPU time between a request and the answer.
 """
 
 import argparse

@@ -97,9 +97,10 @@ class Admission:
         seq.waits_for = kv.prefixes.wait_for(seq, hit.missed) if hit.missed in kv.pending else None
         if seq.waits_for:
             return None
-        lacking = kv.blocks_needed(seq, hit) + seq.blocks_for_others + self.margin(seq) - kv.pool.num_free
+        margin = self.margin(seq)
+        lacking = kv.blocks_needed(seq, hit) + seq.blocks_for_others + margin - kv.pool.num_free
         if lacking > 0:
-            seq.misses, seq.retry_at = hit.misses, kv.pool.freed - self.margin(seq) + lacking
+            seq.misses, seq.retry_at = hit.misses, kv.pool.freed - margin + lacking
             return None
         if not kv.prefixes.hash_all(seq):
             return None

@@ -49,8 +49,6 @@ class CacheGroup:
 
         A sequence may be truncated to any length from `num_computed` on, so what is read from there is kept.
         """
-        if not self.frees:
-            return []
         indices = []
         index = min(self.first_read(num_computed) // span, len(table)) - 1
         while index >= 0 and table[index] != NULL_BLOCK:
@@ -60,7 +58,7 @@ class CacheGroup:
 
     def shortest(self, table: list[int], span: int) -> int:
         """Returns the minimum length that a sequence can be truncated to: what its last token reads has not been freed."""
-        freed = table.count(NULL_BLOCK) if self.frees else 0
+        freed = table.count(NULL_BLOCK)
         return 1 + bisect_left(range(UNBOUNDED), freed, key=lambda length: self.first_read(length) // span) if freed else 1
 
     def fit(self, end: int, span: int, find: Find) -> tuple[int, int | None] | None:

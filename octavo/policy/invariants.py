@@ -3,8 +3,8 @@
 from collections import Counter
 
 from octavo.policy.block_pool import NULL_BLOCK
+from octavo.policy.cache_group import UNBOUNDED
 from octavo.policy.kv_manager import KVManager
-from octavo.policy.prefix_matcher import UNLIMITED
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 
@@ -43,7 +43,7 @@ def _check_rows(scheduler: Scheduler) -> None:
 def _check_refusal(seq: Sequence, scheduler: Scheduler) -> None:
     admission, kv = scheduler.admission, scheduler.kv
     if not seq.in_flight and admission.is_refused_still(seq):
-        kv.prefixes.links_left = UNLIMITED
+        kv.prefixes.links_left = UNBOUNDED
         hit = kv.prefixes.match(seq)
         assert hit is not None
         needed = kv.blocks_needed(seq, hit) + seq.blocks_for_others + admission.margin(seq)

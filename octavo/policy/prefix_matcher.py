@@ -1,8 +1,8 @@
 """`PrefixMatcher`: finds the longest cached prefix of a sequence, and hashes no more of it than that takes.
 
-    match         a digest after the other is looked up, until a block is missing: little behind that one is hashed
+    match         looks up one digest after the other until a block is missing, and hashes little behind that block
     links_left    bounds the hashing of one step, so that a burst of long prompts is matched over several steps
-    _copy         a sequence that begins as another one gets its digests: comparing ids takes a fiftieth of the time
+    _copy         copies the digests of another sequence that begins with the same tokens
 """
 
 from bisect import bisect_left
@@ -14,11 +14,9 @@ from weakref import WeakValueDictionary
 
 from octavo.messages import HitReason
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
-from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_group import UNBOUNDED, CacheGroup
 from octavo.policy.digests import Digests
 from octavo.policy.request import Sequence
-
-UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class PrefixMatcher:
         force_miss: bool,
     ) -> None:
         """`pending`: block -> the sequence that computes it; the manager's own."""
-        self.links_left = UNLIMITED  # how many links may still be hashed in this step
+        self.links_left = UNBOUNDED  # how many links may still be hashed in this step
         self._pool = pool
         self._block_size = block_size
         self._caching = caching
@@ -50,7 +48,7 @@ class PrefixMatcher:
         self._pending = pending
         self._groups = groups
         self._lookup: Callable[[BlockKey], int | None] = (lambda key: None) if force_miss else pool.index.get
-        self._longest: WeakValueDictionary[bytes, Sequence] = WeakValueDictionary()  # first digest -> the sequence with most digests
+        self._longest: WeakValueDictionary[bytes, Sequence] = WeakValueDictionary()  # first digest -> the sequence with the most digests
 
     def extend(self, seq: Sequence, count: int) -> None:
         """Hashes the sequence up to `count` links."""

@@ -35,7 +35,7 @@ def log2_weights(lse: Tensor) -> Tensor:
 
 
 def merge_two(mixed: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges two parts: results [..., head_dim], log-sum-exps [...]. Returns those of both together."""
+    """Merges two parts: results [..., head_dim], log-sum-exps [...]. Returns the result and the log-sum-exp of both."""
     total = torch.logaddexp(lse, more_lse)
     old, new = ((part - total.clamp(min=LOWEST)).exp_().unsqueeze(-1) for part in (lse, more_lse))
     return mixed * old + more * new, total
