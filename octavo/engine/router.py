@@ -53,7 +53,7 @@ class Watching:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A client has been informed that the engine is ready."""
+    """A client has been informed that the engine is ready, or that its requests are lost. It is sent what the engine holds."""
 
     name: str
 
@@ -240,7 +240,7 @@ class Router:
             client = self._clients[identity] = _Client(identity, 0 if self._far else ping.pid)
             if frame.epoch == self._epoch:  # it was dropped and is back
                 client.greeted = True
-                self._send(client, wire.Lost())
+                self._start_again(client)
         elif client.greeted:  # it has dropped this engine, or has not received the greeting yet
             client.greeted = False
             self._inbox.put(Gone(client.name))
@@ -300,7 +300,12 @@ class Router:
         """Drops all requests of a client that lost a frame: it is unknown which one, so none is reliable."""
         logger.error("A frame of client %s was lost, its requests end", client.name)
         self._inbox.put(Gone(client.name))
+        self._start_again(client)
+
+    def _start_again(self, client: _Client) -> None:
+        """Tells a client that its requests are gone. It has forgotten what this engine holds, so the engine reports that again."""
         self._send(client, wire.Lost())
+        self._inbox.put(Met(client.name))
 
     def _send_news(self) -> None:
         while self._words:
