@@ -195,11 +195,14 @@ def config_getattr_offences(module: Module) -> list[str]:
 
 
 def kwargs_offences(module: Module) -> list[str]:
-    """A function that hands its own `**kwargs` on: its signature no longer says what it takes, unless that is `Unpack` of names."""
+    """A function that hands its own `**kwargs` on: its signature no longer says what it takes, unless names are unpacked.
+
+    Those are `Unpack[Names]`, or `P.kwargs` of the function that it stands for.
+    """
     offences = []
     for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
         assert isinstance(node, Function)
-        if node.args.kwarg is None or _is_unpack(module, node.args.kwarg.annotation):
+        if node.args.kwarg is None or _has_names(module, node.args.kwarg.annotation):
             continue
         passed = [k.value for call in ast.walk(node) if isinstance(call, ast.Call) for k in call.keywords if k.arg is None]
         if any(isinstance(value, ast.Name) and value.id == node.args.kwarg.arg for value in passed):
@@ -207,7 +210,9 @@ def kwargs_offences(module: Module) -> list[str]:
     return offences
 
 
-def _is_unpack(module: Module, annotation: ast.expr | None) -> bool:
+def _has_names(module: Module, annotation: ast.expr | None) -> bool:
+    if isinstance(annotation, ast.Attribute):
+        return annotation.attr == "kwargs"
     return isinstance(annotation, ast.Subscript) and module.dotted(annotation.value) == "typing.Unpack"
 
 

@@ -127,6 +127,8 @@ def test_kwargs_handed_on_are_caught() -> None:
     assert rules.kwargs_offences(Module("octavo/a.py", "def f(values, **rest):\n    check(rest)\n    return g(**values)")) == []
     named = "from typing import Unpack\ndef f(a, **rest: Unpack[Names]):\n    return g(a, **rest)"
     assert rules.kwargs_offences(Module("octavo/a.py", named)) == []
+    stands_for = "def f(*args: P.args, **rest: P.kwargs):\n    return g(*args, **rest)"
+    assert not rules.kwargs_offences(Module("octavo/a.py", stands_for))
     assert rules.kwargs_offences(Module("octavo/a.py", named.replace("Unpack[Names]", "Any")))
 
 

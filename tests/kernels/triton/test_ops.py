@@ -1,9 +1,13 @@
 """The small kernels against their twins: cache writes, norms, gates, copies."""
 
+from importlib import import_module
+from inspect import Parameter, signature
+
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels import ops
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
@@ -122,6 +126,16 @@ def test_silu_and_mul(dtype: torch.dtype, size: int, device: str) -> None:
     x = random(device, dtype, 3, 2 * size) * 4
     x[0, 0], x[1, 0] = -200, 200  # whose exponentials no float32 holds
     assert_near(silu_and_mul(x), plain_layer.silu_and_mul(x))
+
+
+def test_a_kernel_is_called_like_its_reference() -> None:
+    """It may take more behind that, which only tests give."""
+    for kernel in [each for each in vars(ops).values() if hasattr(each, "triton")]:
+        reference = kernel.__wrapped__
+        ours = getattr(import_module(f"octavo.kernels.triton.{kernel.triton}"), reference.__name__)
+        taken, wanted = ([(each.name, each.default) for each in signature(one).parameters.values()] for one in (ours, reference))
+        assert taken[: len(wanted)] == wanted, f"{kernel.triton}.{reference.__name__}"
+        assert all(default is not Parameter.empty for _, default in taken[len(wanted) :])
 
 
 def test_no_rows_are_no_work(device: str) -> None:
