@@ -23,6 +23,7 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw", "processed"]
 DistributedExecutorBackend = Literal["mp", "ray"]
+AttentionBackendName = Literal["auto", "cpu", "triton", "flashinfer", "contiguous"]
 
 
 def _flag(default: Any, text: str, choices_because: str = "") -> Any:
@@ -56,7 +57,7 @@ class Settings(TypedDict, total=False):
     enable_prefix_caching: bool
     max_pinned_blocks: int | None
     scheduling_policy: SchedulingPolicy
-    attention_backend: str
+    attention_backend: AttentionBackendName
     enforce_eager: bool
     native: bool
     cpu_isa: CpuIsa
@@ -112,9 +113,10 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
     max_pinned_blocks: int | None = _flag(None, "maximum number of blocks for pinned prefixes; default: a quarter of the KV cache")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "order of requests: fcfs: by arrival; priority: lowest number first")
-    attention_backend: str = _flag(
-        "auto", "attention kernels: auto, cpu, triton, flashinfer (where it is installed), or contiguous, the reference without paging"
-    )
+    attention_backend: AttentionBackendName = _flag(
+        "auto", "attention of all layers; auto: for each kind of layer the first that supports it; flashinfer must be installed; "
+        "contiguous: the reference without paging"
+    )  # fmt: skip
     enforce_eager: bool = _flag(False, "on a GPU: do not use CUDA graphs")
     native: bool = _flag(True, "use the native CPU kernels; --no-native: torch computes")
     cpu_isa: CpuIsa = _flag("auto", "instruction set of the native kernels; auto: the best that this CPU has")
@@ -234,6 +236,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "generation_config": ("auto", "none"),
     "logprobs_mode": ("raw", "processed"),
     "distributed_executor_backend": ("mp", "ray"),
+    "attention_backend": ("auto", "cpu", "triton", "flashinfer", "contiguous"),
     "cpu_isa": ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"),
     "scheduling_policy": ("fcfs", "priority"),
     **dict.fromkeys(("native", "enable_prefix_caching", "enable_expert_parallel", "enforce_eager", "skip_tokenizer_init"), (True, False)),

@@ -1,19 +1,19 @@
-"""Attention backends: their interface, the available ones, and the selection.
+"""The interface of attention backends.
 
-A backend is built once per layer from an `AttentionSpec`. It refuses unsupported features by name, at start, not during a step.
-`prepare` runs once per step (work shared by all layers), `write` and `attend` once per layer.
+What a backend supports is in `attention/capabilities.py`. It is built once per layer from an `AttentionSpec` that it supports.
+`prepare` runs once per step and cache group (work shared by all its layers), `write` and `attend` once per layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from octavo.attention.capabilities import BACKENDS, Capabilities, Device
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
-from octavo.config import ResolvedConfig
-from octavo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,7 @@ class Rope:
 
 
 class AttentionBackend(Protocol):
-    name: ClassVar[str]
-    dtypes: ClassVar[tuple[str, ...]]
-    paged: ClassVar[bool]  # if not, every row has its own region
-    layouts: ClassVar[tuple[str, ...]]  # the block layouts that it supports
-    captured: ClassVar[bool]  # on a device: whether a step with it can be captured as a CUDA graph
-    in_teams: ClassVar[bool]  # on a device: whether it reads shared keys in cascade (shared-prefix) groups (`ForwardBatch.teams`)
-    features: ClassVar[tuple[str, ...]]  # the features of `AttentionSpec` that it supports
+    capabilities: ClassVar[Capabilities]
     spec: AttentionSpec
     few_rows: int  # maximum number of rows with one query for `attend_few`: a backend with any is a `FewBackend`
 
@@ -60,6 +54,9 @@ class AttentionBackend(Protocol):
         """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`: [heads]"""
 
 
+NewBackend = Callable[[AttentionSpec], AttentionBackend]  # makes the backend of a layer
+
+
 class FewBackend(AttentionBackend, Protocol):
     def attend_few(
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
@@ -70,22 +67,6 @@ class FewBackend(AttentionBackend, Protocol):
         """
 
 
-BEFORE_THE_CACHE = ("no_rotation", "partial_rotation", "whole_norm")  # supported by `write_kv` of `kernels/ops.py` on every device
-TORCH_FEATURES = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
-
-# name -> "module:Class", imported when selected
-ON_CPU = {
-    "cpu": "octavo.attention.cpu:CpuBackend",
-    "contiguous": "octavo.attention.contiguous:ContiguousBackend",
-    "triton": "octavo.attention.triton:TritonBackend",
-}
-ON_DEVICE = {
-    "triton": "octavo.attention.triton:TritonBackend",
-    "contiguous": "octavo.attention.triton:TritonRegions",
-    "flashinfer": "octavo.attention.flashinfer:FlashInferBackend",
-}
-
-
 def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v of each token as views, [T, heads, head_dim] each."""
     parts = qkv.view(len(qkv), -1, spec.head_dim)
@@ -93,44 +74,11 @@ def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def load_backend(name: str, on_device: bool = False) -> type[AttentionBackend]:
-    known, place = (ON_DEVICE, "on a GPU") if on_device else (ON_CPU, "on the CPU")
-    if name not in known:
-        raise ConfigError(f"attention_backend {name!r} is not known {place}; there are auto, {', '.join(known)}")
-    module, _, attribute = known[name].partition(":")
-    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+def load_backend(name: str, device: Device = "cpu") -> type[AttentionBackend]:
+    return import_backend(next(each for each in BACKENDS if each.name == name and device in each.devices))
+
+
+def import_backend(capabilities: Capabilities) -> type[AttentionBackend]:
+    module, _, name = capabilities.implementation.partition(":")
+    backend: type[AttentionBackend] = getattr(import_module(module), name)
     return backend
-
-
-def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool, asked: frozenset[str] = frozenset()) -> type[AttentionBackend]:
-    """Returns the backend for this run, or raises an error with the missing feature and the setting to change.
-
-    `asked`: the features of all layers of the model
-    """
-    default = "triton" if on_device else "cpu"
-    backend = load_backend(default if config.attention_backend == "auto" else config.attention_backend, on_device)
-    name, layout = backend.name, config.kv_cache_layout
-    if missing := sorted(asked - {*backend.features, "context_parallel"}):  # `layers/context_parallel.py` provides it for all backends
-        raise ConfigError(f"{_lacks(name, missing)}: leave attention_backend at auto{', and set device to cpu' if on_device else ''}")
-    if dtype not in backend.dtypes:
-        raise ConfigError(f"attention backend {name} has no {dtype}; it has {', '.join(backend.dtypes)}")
-    if layout not in backend.layouts:
-        raise ConfigError(
-            f"kv_cache_layout is {layout}, attention backend {name} has {', '.join(backend.layouts)} alone: leave kv_cache_layout at auto"
-        )
-    if not backend.paged and config.enable_prefix_caching:
-        raise ConfigError(f"attention backend {name} shares no blocks: set enable_prefix_caching=False (--no-enable-prefix-caching)")
-    if on_device and not backend.captured and not config.enforce_eager:
-        raise ConfigError(f"attention backend {name} cannot be captured in CUDA graphs: set enforce_eager=True (--enforce-eager)")
-    return backend
-
-
-def refuse_unsupported(backend: str, spec: AttentionSpec, supported: tuple[str, ...]) -> None:
-    """Raises if `spec` needs a feature that is not in `supported`."""
-    missing = [name for name in spec.features if name not in supported]
-    if missing:
-        raise ConfigError(_lacks(backend, missing))
-
-
-def _lacks(backend: str, missing: list[str]) -> str:
-    return f"attention backend {backend} does not support {', '.join(missing)}"

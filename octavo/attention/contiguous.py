@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import TORCH_FEATURES, QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import QKNorm, Rope, split_heads
+from octavo.attention.capabilities import CONTIGUOUS, Capabilities
 from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup
@@ -30,16 +31,9 @@ class Prepared:
 
 
 class ContiguousBackend:
-    name: ClassVar[str] = "contiguous"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
-    paged: ClassVar[bool] = False
-    layouts: ClassVar[tuple[str, ...]] = ("nhd",)
-    captured: ClassVar[bool] = False
-    in_teams: ClassVar[bool] = False
-    features: ClassVar[tuple[str, ...]] = TORCH_FEATURES
+    capabilities: ClassVar[Capabilities] = CONTIGUOUS
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = 0
 

@@ -21,7 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import TORCH_FEATURES, QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import QKNorm, Rope, split_heads
+from octavo.attention.capabilities import CPU, Capabilities
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup
 from octavo.attention.shared_rows import SharedRows, attend_shared, split_rows
@@ -31,16 +32,9 @@ from octavo.kernels.reference.layer import norm_heads, rotate
 
 
 class CpuBackend:
-    name: ClassVar[str] = "cpu"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")  # the last one only for the native program's own kernels
-    paged: ClassVar[bool] = True
-    layouts: ClassVar[tuple[str, ...]] = ("nhd",)
-    captured: ClassVar[bool] = False
-    in_teams: ClassVar[bool] = False
-    features: ClassVar[tuple[str, ...]] = TORCH_FEATURES
+    capabilities: ClassVar[Capabilities] = CPU
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = 0
 

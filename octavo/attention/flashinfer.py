@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import BEFORE_THE_CACHE, QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import QKNorm, Rope
+from octavo.attention.capabilities import FLASHINFER, Capabilities
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights
@@ -58,16 +59,9 @@ class Planned:
 
 
 class FlashInferBackend:
-    name: ClassVar[str] = "flashinfer"
-    dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
-    paged: ClassVar[bool] = True
-    layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
-    captured: ClassVar[bool] = False
-    in_teams: ClassVar[bool] = False
-    features: ClassVar[tuple[str, ...]] = ("window", "soft_cap", *BEFORE_THE_CACHE)
+    capabilities: ClassVar[Capabilities] = FLASHINFER
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = 0
 

@@ -11,13 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import BEFORE_THE_CACHE, QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import QKNorm, Rope
+from octavo.attention.capabilities import TRITON, TRITON_REGIONS, Capabilities
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
 from octavo.kernels.share_words import DecodeShares
-
-SUPPORTED = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
 
 
 class Shares:
@@ -37,16 +36,9 @@ class Shares:
 
 
 class TritonBackend:
-    name: ClassVar[str] = "triton"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
-    paged: ClassVar[bool] = True
-    layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
-    captured: ClassVar[bool] = True
-    in_teams: ClassVar[bool] = True
-    features: ClassVar[tuple[str, ...]] = SUPPORTED
+    capabilities: ClassVar[Capabilities] = TRITON
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = _few_rows(spec)
 
@@ -84,16 +76,9 @@ class Regions:
 class TritonRegions:
     """The same over the regions of a contiguous cache: row r owns region r. Padding, and tokens after the last row, own the last one."""
 
-    name: ClassVar[str] = "contiguous"
-    dtypes: ClassVar[tuple[str, ...]] = TritonBackend.dtypes
-    paged: ClassVar[bool] = False
-    layouts: ClassVar[tuple[str, ...]] = ("nhd",)
-    captured: ClassVar[bool] = True
-    in_teams: ClassVar[bool] = True
-    features: ClassVar[tuple[str, ...]] = SUPPORTED
+    capabilities: ClassVar[Capabilities] = TRITON_REGIONS
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = _few_rows(spec)
 

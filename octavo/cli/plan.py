@@ -17,12 +17,13 @@ from octavo.cli.in_out import add_report_flag, can_show, check_target, write_rep
 from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.names import NAME
-from octavo.policy.auto import check_cache_dtype, resolved, suited
+from octavo.policy.auto import resolved, suited
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
 from octavo.policy.model_size import Codes
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Html, Report, Section, pictured, said, table
 from octavo.server_config import check_setting
+from octavo.worker.backends import Run, choose_backends
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype, this_machine
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     level = level_used(config)
     refuse_float16(config, config.device, level)
     dtype, threads = resolve_dtype(config.dtype, whole.config.dtype, config.device, level), num_threads() if level else 0
-    check_cache_dtype(config, config.device, dtype)
+    choose_backends(Run(config, dtype, config.device), whole.model)
     shapes = whole.stages(config.pipeline_parallel_size)
     all_needs = [shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device) for shape in shapes]
     plans = plan_stages(all_needs, config, _memory(config, args.memory, args.data_parallel_size))

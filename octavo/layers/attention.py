@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from octavo.attention.backend import AttentionBackend, QKNorm, Rope
+from octavo.attention.backend import NewBackend, QKNorm, Rope
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.layers.comm import Comm
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         bias: tuple[bool, bool],
         norm_eps: float,
         rope: Rope,
-        backend: type[AttentionBackend],
+        backend: NewBackend,
         scheme: QuantScheme,
         dtype: torch.dtype,
         comm: Comm,

@@ -9,23 +9,21 @@ A block of the scheduler covers the tokens of a block on every rank of the group
 Parts are weighted by their log-sum-exp, which gives the same result as attention over all keys. Prefill and decode are the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import BEFORE_THE_CACHE, AttentionBackend, QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import AttentionBackend, QKNorm, Rope, split_heads
+from octavo.attention.capabilities import Capabilities
 from octavo.attention.cpu import keep, norm_and_rotate
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights, region_places
-from octavo.errors import ConfigError
 from octavo.kernels.ops import partial_attention, write_kv
 from octavo.kernels.reference.merge import part_weights
 from octavo.layers.comm import Comm
-
-KERNELS = ("cpu", "triton")  # backends that this one replaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +45,12 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
     """Returns the backend of a rank if the ranks of `comm` share a context; `backend` itself if there is only one rank."""
     if comm.size == 1:
         return backend
-    if backend.name not in KERNELS:
-        raise ConfigError(
-            f"attention_backend is {backend.name}, which cannot attend to a part of a context: "
-            f"leave it at auto, or set decode_context_parallel_size to 1, not {comm.size}"
-        )
     rank, ranks = comm.rank, comm.size
 
     class ContextBackend:
-        name: ClassVar[str] = backend.name
-        dtypes: ClassVar[tuple[str, ...]] = backend.dtypes
-        paged: ClassVar[bool] = True
-        layouts: ClassVar[tuple[str, ...]] = backend.layouts
-        captured: ClassVar[bool] = False  # ranks communicate in every layer
-        in_teams: ClassVar[bool] = False
-        features: ClassVar[tuple[str, ...]] = ("window", "context_parallel", *BEFORE_THE_CACHE)
+        capabilities: ClassVar[Capabilities] = backend.capabilities.over_context()
 
         def __init__(self, spec: AttentionSpec) -> None:
-            refuse_unsupported(self.name, spec, self.features)
             self.spec = spec
             self.few_rows = 0
 
@@ -104,8 +90,7 @@ def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
     rank, ranks = comm.rank, comm.size
 
     class ContextRegions(backend):  # type: ignore[valid-type, misc]
-        name: ClassVar[str] = "contiguous"
-        paged: ClassVar[bool] = False
+        capabilities: ClassVar[Capabilities] = replace(backend.capabilities, name="contiguous", paged=False)
 
         @staticmethod
         def prepare(batch: ForwardBatch) -> OwnPlaces:

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.attention.backend import AttentionBackend, FewBackend, Rope
+from octavo.attention.backend import FewBackend, NewBackend, Rope
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.ops import (
@@ -38,7 +38,7 @@ class DenseLayer(nn.Module):
         config: DenseConfig,
         layer: int,
         rope: Rope,
-        backend: type[AttentionBackend],
+        backend: NewBackend,
         scheme: QuantScheme,
         dtype: torch.dtype,
         comm: Comm,
@@ -108,7 +108,7 @@ class DenseModel(Decoder):
         self,
         config: DenseConfig,
         dtype: torch.dtype,
-        backend: type[AttentionBackend],
+        backend: NewBackend,
         comm: Comm,
         max_len: int,
         scheme: QuantScheme = UNQUANTIZED,

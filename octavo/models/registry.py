@@ -27,7 +27,7 @@ from octavo.policy.split import Part, check_split, part_of_vector, parts_of_rank
 if TYPE_CHECKING:
     import torch
 
-    from octavo.attention.backend import AttentionBackend
+    from octavo.attention.backend import NewBackend
     from octavo.layers.comm import Comm
     from octavo.models.decoder import Decoder
     from octavo.quant.schemes import QuantScheme
@@ -134,7 +134,7 @@ def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
 def build_model(
     config: ModelConfig,
     dtype: "torch.dtype",
-    backend: "type[AttentionBackend]",
+    backend: "NewBackend",
     comm: "Comm",
     max_len: int,
     scheme: "QuantScheme | None" = None,

@@ -26,8 +26,7 @@ PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 
 
 def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
-    """Returns settings with every value resolved. Refuses what this device does not support."""
-    _check(config, device)
+    """Returns settings with every value resolved."""
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
         seqs = min(MAX_NUM_SEQS[device], tokens or BATCHED_TOKENS[device])
@@ -58,19 +57,3 @@ def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
         logger.info("CUDA graphs are off for this model: %s", why)
         config = replace(config, enforce_eager=True)
     return config
-
-
-def _check(config: EngineConfig, device: str) -> None:
-    if device == "cpu":
-        return
-    if config.attention_backend == "cpu":
-        raise ConfigError("attention_backend is cpu, and this runs on a GPU: set it to auto, or device to cpu")
-
-
-def check_cache_dtype(config: EngineConfig, device: str, dtype: str) -> None:
-    """Refuses a cache dtype that this device does not support. `dtype`: of the run, which may come from the model"""
-    if device != "cpu" and config.kv_cache_dtype not in ("auto", dtype):
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: on a GPU the KV cache has the dtype of the run; "
-            "leave kv_cache_dtype at auto, or set device to cpu"
-        )

@@ -78,6 +78,10 @@ class MixerSpec(Protocol):
         """How many tokens a token sees, including itself; None: all before it."""
 
     @property
+    def head_dim(self) -> int:
+        """The numbers of a head: kernels may support only some sizes."""
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Features that it needs beyond the plain mixer of its kind, such as "window". A program may lack them."""
 

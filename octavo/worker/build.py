@@ -7,12 +7,11 @@
 
 from array import array
 from dataclasses import replace
+from itertools import count
 
 import torch
 
-from octavo.attention.backend import AttentionBackend
-from octavo.attention.contiguous import ContiguousBackend
-from octavo.attention.triton import TritonRegions
+from octavo.attention.backend import AttentionBackend, NewBackend, load_backend
 from octavo.child import give_back_freed_memory
 from octavo.config import Debug
 from octavo.errors import ConfigError
@@ -59,8 +58,8 @@ GIB = 2**30
 
 def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers: Compilers, shadow: Shadow | None = None) -> ModelRunner:
     """With `shadow`, every step is verified bit for bit against a contiguous cache, which is slow. `compilers`: for GPU kernels"""
-    if shadow and facts.backend.name == "flashinfer":
-        raise ConfigError("--attention-backend flashinfer cannot be verified, because it has no contiguous form: leave it at auto")
+    if shadow and (name := facts.backends.unverified) is not None:
+        raise ConfigError(f"--attention-backend {name} cannot be verified, because it has no contiguous form: leave it at auto")
     if shadow:
         facts = replace(facts, place=computed_twice(facts.place))
     torch.set_num_threads(num_threads() if facts.library is None else 1)  # the native library has its own threads
@@ -137,30 +136,31 @@ def _native(
 def _eager(
     facts: Facts, geometry: CacheGeometry, stored: StoredParameters, table: RequestTable, shadow: Shadow | None
 ) -> tuple[Eager, KVStore]:
-    backend, watch = facts.backend, Stopwatch()
+    backends, watch = facts.backends, Stopwatch()
     if shadow is not None:
-        backend = shadowed(backend, shadow, _plain_backend(facts))
+        layers = count()
+        backends = backends.each(lambda backend: shadowed(backend, shadow, layers, _plain_backend(facts, backend)))
     with torch.inference_mode(facts.device.type == "cpu"):
-        model = _load_model(facts, backend, geometry.max_model_len, stored)
+        model = _load_model(facts, backends, geometry.max_model_len, stored)
     _log_loading(model, watch)
     torch.cuda.empty_cache()  # memory that was held while loading is not in the plan
     store = _reserve(facts, geometry)
     limits = geometry.block_size, facts.config.max_num_batched_tokens
-    eager = Eager(model, backend, store.caches, table, *limits, geometry.groups, facts.place)
+    eager = Eager(model, backends.of, store.caches, table, *limits, geometry.groups, facts.place)
     return eager, store if shadow is None else ShadowedStore(store, shadow)
 
 
-def _plain_backend(facts: Facts) -> type[AttentionBackend]:
+def _plain_backend(facts: Facts, paged: type[AttentionBackend]) -> type[AttentionBackend]:
     """Returns the contiguous backend that computes the same bits as the paged one."""
     if facts.place.context.size > 1:
-        return over_regions(facts.backend, facts.place.context)
-    return TritonRegions if facts.on_device else ContiguousBackend
+        return over_regions(paged, facts.place.context)
+    return load_backend("contiguous", facts.kernel_device)
 
 
-def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, stored: StoredParameters) -> Decoder:
+def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: StoredParameters) -> Decoder:
     packed = any(one.codes for one in facts.kept)
     with facts.device:  # only while the model is built: files are read on the host
-        model = build_model(facts.model_config, getattr(torch, facts.dtype), backend, facts.comm, max_len, Packed() if packed else None)
+        model = build_model(facts.model_config, getattr(torch, facts.dtype), backends, facts.comm, max_len, Packed() if packed else None)
         model.keep(facts.place.stage)
     if packed:
         load_packed(model, stored)
@@ -170,13 +170,14 @@ def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, sto
 
 
 def _graph(facts: Facts, eager: Eager) -> Graph:
-    return Graph(eager, facts.config.max_num_seqs, facts.config.max_num_batched_tokens, captured_tokens(facts.model))
+    mixed = captured_tokens(facts.model) if facts.backends.graphs == "every" else 0
+    return Graph(eager, facts.config.max_num_seqs, facts.config.max_num_batched_tokens, mixed)
 
 
 def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
     config, specs, size, watch = facts.config, facts.needs.specs, geometry.kept_tokens, Stopwatch()
     store: KVStore
-    if facts.backend.paged:
+    if facts.backends.paged:
         store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
     else:
         regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
@@ -189,9 +190,9 @@ def _open_stored(facts: Facts) -> StoredParameters:
     """Names and shapes are checked against a model on the meta device: a file that does not match uses no memory."""
     config = facts.config
     with torch.device("meta"):
-        empty = build_model(facts.model_config, torch.float32, facts.backend, facts.comm, max_len=1)
+        empty = build_model(facts.model_config, torch.float32, facts.backends, facts.comm, max_len=1)
         empty.keep(facts.place.stage)
-        whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
+        whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backends, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
     if dummy:
         codes = {weight.name: weight.codes for weight in dummy_shape(facts.source, facts.whole).weights if weight.codes is not None}
@@ -202,7 +203,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
     if facts.place.stage.count > 1:
         elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()
         found = of_stage(found, facts.layers, elsewhere, facts.place.stage.last)
-    return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
+    return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.kernel_device))
 
 
 def _compile_ahead(facts: Facts, geometry: CacheGeometry, compilers: Compilers) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from octavo.attention.backend import AttentionBackend, choose_backend
+from octavo.attention.capabilities import Device
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
@@ -20,12 +20,13 @@ from octavo.loading.shape import ModelShape, dummy_shape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
 from octavo.models.registry import describe, rank_config
-from octavo.policy.auto import check_cache_dtype, resolved, suited
+from octavo.policy.auto import resolved, suited
 from octavo.policy.cache_spec import CacheGeometry, token_bytes
 from octavo.policy.description import ModelDescription
 from octavo.policy.memory_plan import ModelNeeds, fullest, plan_stages
 from octavo.policy.model_size import Kept
 from octavo.policy.stages import of_stage
+from octavo.worker.backends import Backends, Run, choose_backends, load_backends, log_choices
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype
 from octavo.worker.memory import memory
@@ -49,12 +50,12 @@ class Facts:
     all_needs: list[ModelNeeds]  # of each stage of the pipeline
     kept: list[Kept]  # the storage format of each matrix, if quantised weights are used directly
     shape: ModelShape
-    backend: type[AttentionBackend]
+    backends: Backends
     engines: int = 1  # engines with the whole model that share this host's memory
 
     @property
-    def form(self) -> str:
-        """The device whose quantised format floats are converted to."""
+    def kernel_device(self) -> Device:
+        """The device whose kernels compute: it decides on backends, and on the quantised format that floats are converted to."""
         return "cuda" if self.on_device else "cpu"
 
     @property
@@ -127,7 +128,10 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
     level = library.level if library else None
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, own.dtype, device, level)
-    check_cache_dtype(settled, device, dtype)
+    backends = _backends(settled, dtype, own, place, device, "cuda" if on_device else "cpu", logged=library is None)
+    if device == "cuda" and not settled.enforce_eager and backends.graphs == "none":
+        logger.info("CUDA graphs are off: not all attention backends support them")
+        settled = replace(settled, enforce_eager=True)
     all_layers = _shape(settled, source, whole, sizes, computes_codes=library is not None or on_device)
     shapes, threads = all_layers.stages(stage.count), library.threads if library else 0
     shape = shapes[stage.index]
@@ -148,7 +152,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         all_needs=all_needs,
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
-        backend=over_context(choose_backend(settled, dtype, on_device, _features(describe(own))), place.context),
+        backends=backends,
     )
 
 
@@ -161,9 +165,12 @@ def _meets_natively(place: Place) -> bool:
     return False
 
 
-def _features(model: ModelDescription) -> frozenset[str]:
-    """Returns the mixer features that the layers need, all together."""
-    return frozenset(name for layer in model.kinds for name in layer.mixer.features)
+def _backends(config: ResolvedConfig, dtype: str, model: ModelConfig, place: Place, device: str, kernels: Device, logged: bool) -> Backends:
+    """Returns the attention backends of a rank's layers. `kernels`: the device whose kernels compute, or their references"""
+    choices = choose_backends(Run(config, dtype, kernels, references=device != kernels), describe(model))
+    if logged:
+        log_choices(choices)
+    return load_backends(choices).each(lambda backend: over_context(backend, place.context))
 
 
 def _captures(place: Place) -> bool:

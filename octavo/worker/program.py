@@ -7,7 +7,7 @@
     Native    one call of the native library per step (`worker/native_program.py`)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -27,6 +27,7 @@ from octavo.messages import StepPlan
 from octavo.models.decoder import Decoder
 from octavo.models.registry import describe
 from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.description import MixerSpec
 from octavo.policy.stages import ONLY, Stage
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
@@ -34,6 +35,8 @@ from octavo.worker.request_table import RequestTable, Words, send
 from octavo.worker.step_sharing import Keys, StepSharing, StepTeams
 
 PADDING = -1  # the row of a padding entry
+
+BackendOf = Callable[[MixerSpec], type[AttentionBackend]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +103,21 @@ class Program(Protocol):
 
 class Eager:
     def __init__(
-        self, model: Decoder, backend: type[AttentionBackend], caches: Caches, table: RequestTable, block_size: int, max_tokens: int,
+        self, model: Decoder, backend_of: BackendOf, caches: Caches, table: RequestTable, block_size: int, max_tokens: int,
         groups: Sequence[CacheGroup] = (FULL,), place: Place = ALONE,
     ) -> None:  # fmt: skip
-        """`groups`: as many as the table has block tables."""
+        """`backend_of`: the backend of a mixer. `groups`: as many as the table has block tables"""
         self.vocab_size = model.config.vocab_size
         self.model = model
         self.place = place
         self._sample = sample if model.comm.size == 1 else RankSampling(model.comm, self.vocab_size).sample
         self.table = table
-        self._backend = backend
         self._caches = caches
         self._block_size = block_size
         self._spans = [links * block_size for links in table.layout.links]
-        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # per layer
+        self._batches, self._batch_of_layer = _batches(model, backend_of, groups)
         most_rows, device = len(table.words), table.words.device
-        self.teams = _teams(model, backend, len(self._spans), most_rows)
+        self.teams = _teams(model, backend_of, len(self._spans), most_rows)
         cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
         self.sharing = None if cost is None else StepSharing(table, self._spans, cost)
         self.shared: Keys = [NOTHING] * len(self._spans)
@@ -185,20 +186,20 @@ class Eager:
         return batch
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
-        """Returns the batch of the first cache group, which refers to those of the others."""
-        batch, *others = [self._batch_of(group, step, shape) for group in range(len(self._spans))]
-        if others:
-            batch.by_layer = [[batch, *others][group] for group in self._groups]
-        return batch
+        """Returns the first batch, which refers to the batches of all layers if there are others."""
+        batches = [self._batch_of(group, backend, step, shape) for group, backend in self._batches]
+        if len(batches) > 1:
+            batches[0].by_layer = [batches[number] for number in self._batch_of_layer]
+        return batches[0]
 
-    def _batch_of(self, group: int, step: StepTensors, shape: Shape) -> ForwardBatch:
+    def _batch_of(self, group: int, backend: type[AttentionBackend], step: StepTensors, shape: Shape) -> ForwardBatch:
         batch = ForwardBatch(
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
             context_len=step.context_len, tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
             caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
             shared=self.shared[group], teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
         )  # fmt: skip
-        batch.attention = self._backend.prepare(batch)
+        batch.attention = backend.prepare(batch)
         return batch
 
 
@@ -215,11 +216,21 @@ def entries(plan: StepPlan, shape: Shape) -> Words:
     return words.ravel()
 
 
-def _teams(model: Decoder, backend: type[AttentionBackend], groups: int, most_rows: int) -> StepTeams | None:
+def _batches(
+    model: Decoder, backend_of: BackendOf, groups: Sequence[CacheGroup]
+) -> tuple[list[tuple[int, type[AttentionBackend]]], list[int]]:
+    """Returns the batches of a step, one for each cache group and backend in it, and the number of the batch of each layer."""
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    layers = [(group_of.get(number, 0), backend_of(layer.mixer)) for number, layer in enumerate(describe(model.config).layers)]
+    batches = list(dict.fromkeys(layers))
+    return batches, [batches.index(layer) for layer in layers]
+
+
+def _teams(model: Decoder, backend_of: BackendOf, groups: int, most_rows: int) -> StepTeams | None:
     """Returns the buffers for the shared-prefix groups of a step, or None if every row reads its keys alone."""
-    specs = [layer.mixer for layer in describe(model.config).kinds]
+    specs = [layer.mixer for layer in describe(model.config).kinds if backend_of(layer.mixer).capabilities.in_teams]
     full = [spec for spec in specs if isinstance(spec, AttentionSpec) and spec.window is None]
-    if not backend.in_teams or model.device.type == "cpu" or not full:
+    if model.device.type == "cpu" or not full:
         return None
     sizes = [team_sizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, model.dtype, model.device) for spec in full]
     rows, wanted = min(rows for rows, _ in sizes), max(wanted for _, wanted in sizes)

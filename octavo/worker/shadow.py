@@ -16,7 +16,7 @@ the same bits.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.backend import AttentionBackend, FewBackend, QKNorm, Rope
+from octavo.attention.capabilities import Capabilities
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
@@ -222,18 +223,11 @@ class ShadowedStore:
         self._shadow.apply(plan)
 
 
-def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = ContiguousBackend) -> Backend:
-    """Returns the backend with verification in every layer. Layers are built in order, so a counter identifies them."""
-    layers = iter(range(len(shadow.regions.caches)))
+def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plain_backend: Backend = ContiguousBackend) -> Backend:
+    """Returns the backend with verification in every layer. `layers` identifies them: they are built in order."""
 
     class ShadowedBackend:
-        name: ClassVar[str] = paged_backend.name
-        dtypes: ClassVar[tuple[str, ...]] = paged_backend.dtypes
-        paged: ClassVar[bool] = paged_backend.paged
-        layouts: ClassVar[tuple[str, ...]] = paged_backend.layouts
-        captured: ClassVar[bool] = paged_backend.captured
-        in_teams: ClassVar[bool] = paged_backend.in_teams
-        features: ClassVar[tuple[str, ...]] = paged_backend.features
+        capabilities: ClassVar[Capabilities] = paged_backend.capabilities
 
         def __init__(self, spec: AttentionSpec) -> None:
             self.over_blocks, self.over_regions = paged_backend(spec), plain_backend(spec)

@@ -177,7 +177,7 @@ def test_help_comes_without_torch() -> None:
         (["throughput", "MODEL", "--load", "nano256"], 1, "load nano256 draws token ids up to 10,000, this model's vocabulary has 512"),
         (["throughput", "MODEL"], 1, "prefill: a sequence may grow to 1,025 tokens, max_model_len is 512; choose other lengths"),
         (["latency", "MODEL", "--input-len", "500"], 1, "500 in, 64 out: a sequence may grow to 564 tokens, max_model_len is 512"),
-        (["startup", "MODEL", "--attention-backend", "none", "--rounds", "1"], 1, "the process that was started did not reach ready: "),
+        (["startup", "MODEL", "--kv-cache-layout", "hnd", "--rounds", "1"], 1, "the process that was started did not reach ready: "),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], code: int, said: str, stories: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ class Pool:
             tables=tables,
             slots=self.tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size,
             sample_index=query_start[1:] - 1,
-            caches=self.paged if backend.paged else self.contiguous,
+            caches=self.paged if backend.capabilities.paged else self.contiguous,
             block_size=self.block_size,
         )
         batch.attention = backend.prepare(batch)

@@ -144,7 +144,7 @@ def build_runner(config: DenseConfig, dtype: str, codes: ZeroWeights | None) -> 
         load_packed(model, codes)  # type: ignore[arg-type]
     table = RequestTable(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
-    eager = Eager(model, TritonBackend, store.caches, table, SIZE, TOKENS)  # type: ignore[arg-type]
+    eager = Eager(model, lambda _: TritonBackend, store.caches, table, SIZE, TOKENS)  # type: ignore[arg-type]
     eager.teams = StepTeams(1, ROWS, 16, 8, CPU)
     assert eager.sharing is not None
     eager.sharing.share_all()
