@@ -1,9 +1,9 @@
 """Observes requests, for metrics, records and spans. One object watches one request:
 
-    watch = server.observer.watch("cmpl-", asks)     watch.id is the id of the answer
-    with watch:                                      an exception that leaves the block says how the request ended
+    watch = server.observer.watch("cmpl-", requests)     watch.id is the id of the answer
+    with watch:                                          an exception that leaves the block says how the request ended
         async for deltas in ...:
-            watch.take(deltas)                       updates of all prompts; the index of a delta is prompt * n + sample
+            watch.take(deltas)                           updates of all prompts; the index of a delta is prompt * n + sample
 """
 
 import time
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from secrets import token_hex
 from types import TracebackType
 
-from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, OverloadError, RequestError
-from octavo.messages import FinishReason
+from octavo.messages import AddRequest, FinishReason
 from octavo.outputs import TextDelta
 from octavo.server.access import current_arrival
 from octavo.server.metrics import FAILURES, STATUSES, Numbers
@@ -30,10 +29,10 @@ class Observer:
         self.spans: Spans = spans or NoSpans()
         self._ticked = 0.0
 
-    def watch(self, prefix: str, asks: Sequence[Ask]) -> "Watch":
+    def watch(self, prefix: str, requests: Sequence[AddRequest]) -> "Watch":
         """Returns the watch of a new request. Its id is `prefix` and 128 random bits, so that the id of a record cannot be guessed."""
-        n = asks[0].params.n
-        prompts = [Prompt(len(ask.prompt_token_ids), n) for ask in asks]
+        n = requests[0].params.n
+        prompts = [Prompt(len(request.prompt_token_ids), n) for request in requests]
         record = Record(prefix + token_hex(16), current_arrival(), n, prompts, [Sample(prompt) for prompt in prompts for _ in range(n)])
         return Watch(record, self)
 
@@ -67,9 +66,9 @@ class Watch:
     def __enter__(self) -> None:
         self._observer.records.add(self._record)
 
-    def take(self, news: Sequence[TextDelta]) -> None:
+    def take(self, updates: Sequence[TextDelta]) -> None:
         now, samples = time.monotonic(), self._record.samples
-        for delta in news:
+        for delta in updates:
             sample = samples[delta.index]
             if delta.life is not None:
                 sample.prompt.life = delta.life

@@ -1,6 +1,6 @@
 """The bodies of the three routes that generate text: their fields with their types, and the names that each of them refuses.
 
-`SamplingParams` checks the range of a number, asks.py the limits of this server. A field that is null counts as left out.
+`SamplingParams` checks the range of a number, requests.py the limits of this server. A field that is null counts as left out.
 A field that other servers have and this one does not is refused by name (FIELDS), with what to use instead: if it were ignored, the
 client would get the answer to another question. Fields that change nothing are in body.ACCEPTED. A field that no server has is
 ignored with a warning.

@@ -18,12 +18,12 @@ import pytest
 
 from octavo import LLM, child
 from octavo.engine import pin_book, pin_keeper
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.pin_book import MOST_PINS, PinBook, PinEntry
 from octavo.engine.pin_keeper import MOST_LOSSES, PinKeeper
 from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, OctavoError, RequestError, UnavailableError
-from octavo.messages import LifeRecord
+from octavo.messages import AddRequest, LifeRecord
 from octavo.sampling_params import SamplingParams
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, until
 from tests.support.http_server import wait_for
@@ -33,13 +33,13 @@ PAIR = Serving(engines=2, max_restarts=100, beat_timeout=1.5, routing="turns")
 SHORT = {"max_model_len": 256, "num_gpu_blocks_override": 100}
 
 
-async def life(llm: AsyncLLM, question: Ask) -> LifeRecord:
+async def life(llm: AsyncLLM, question: AddRequest) -> LifeRecord:
     found = (await read(llm, question))[-1].life
     assert found is not None
     return found
 
 
-def longer(tail: int, salt: str = "", count: int = 2) -> Ask:
+def longer(tail: int, salt: str = "", count: int = 2) -> AddRequest:
     return replace(ask([*PREFIX, tail], count), cache_salt=salt)
 
 

@@ -23,8 +23,8 @@ from octavo import log
 from octavo.cli.args import Parser, add_server_flags, server_configs
 from octavo.cli.main import main
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import Ask
 from octavo.errors import EngineError
+from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server import access, app
 from octavo.server.body import Body, read_body, takes
@@ -61,7 +61,7 @@ def watching_routes(server: Server) -> APIRouter:
         return {
             "engine_pid": server.llm.engine_pid or 0,
             "answers": server.open_requests - 1,  # less this one
-            "requests": len(server.llm._outputs._readers),
+            "requests": len(server.llm._outputs._requests),
             "streams": server.llm.num_open,
             "tasks": len(asyncio.all_tasks()),
             "running": stats.running,
@@ -107,7 +107,7 @@ def stand_in_routes(server: Server) -> APIRouter:
     @routes.post("/slow", openapi_extra=takes(Slow))
     async def slow(request: Request) -> StreamingResponse:
         asked = await read_body(request, Slow, {})
-        news = server.llm.generate(Ask(None, [1], SamplingParams(max_tokens=asked.words)))
+        news = server.llm.generate(AddRequest("", [1], SamplingParams(max_tokens=asked.words)))
 
         async def pieces() -> AsyncIterator[str]:
             async for deltas in news:
