@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 from octavo import log
 from octavo.config import EngineConfig, log_level
 from octavo.engine.async_llm import AsyncLLM as Engines
-from octavo.engine.batch_inputs import spread_priority
+from octavo.engine.batch import spread_priority
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, RequestError
 from octavo.inputs import Prompt

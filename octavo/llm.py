@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Never, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
-from octavo.engine.batch_inputs import Encoded, each_of, prompt_named, spread, spread_priority
-from octavo.engine.batch_outputs import Reader, beam_output, numbered
+from octavo.engine.batch import Encoded, Reader, beam_output, each_of, numbered, prompt_named, spread, spread_priority
 from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputProcessor, check_params
@@ -30,8 +29,8 @@ from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, Beams, PinOrder, SchedulerStats
 from octavo.metrics import Metric, engine_metrics
 from octavo.outputs import BeamSearchOutput, PinnedPrefix, RequestOutput, TextDelta
-from octavo.policy.door import check_pin, no_such_prefix, prefix_in_use
 from octavo.policy.pins import COMPUTE
+from octavo.policy.request import check_pin, no_such_prefix, prefix_in_use
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams

@@ -19,8 +19,7 @@ from functools import reduce
 
 from octavo.config import EngineConfig
 from octavo.engine.output import OutputProcessor, check_params
-from octavo.engine.pin_book import PinBook, PinEntry
-from octavo.engine.pin_keeper import PinKeeper
+from octavo.engine.pins import PinEntry, PinReconciler, PinRegistry
 from octavo.engine.process import Orders
 from octavo.engine.replica import RETRY_SECONDS, Replica, State
 from octavo.engine.streams import LoadBalancer, Stream
@@ -31,8 +30,8 @@ from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
 from octavo.messages import AddRequest, EngineFacts, PinOrder, SchedulerStats
 from octavo.outputs import TextDelta
-from octavo.policy.door import check_request
 from octavo.policy.pins import COMPUTE
+from octavo.policy.request import check_request
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
@@ -45,7 +44,7 @@ class AsyncLLM:
 
     def __init__(
         self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
-        address: str | None = None, text: TextSide | None = None, pins: PinBook | None = None,
+        address: str | None = None, text: TextSide | None = None, pins: PinRegistry | None = None,
     ) -> None:  # fmt: skip
         """`on_dead` is called with the reason if no engine will come back. `address`: of engines that another process supervises.
 
@@ -66,7 +65,7 @@ class AsyncLLM:
         self._outputs = OutputProcessor(text.tokenizer, self._abort_sample, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
         self._balancer = LoadBalancer(self._streams, self._serving.engines, self._serving.routing, config.enable_prefix_caching)
-        self.pins = PinKeeper(pins or PinBook(), self.replicas, self._compute_pin, leads=self._folder is not None)
+        self.pins = PinReconciler(pins or PinRegistry(), self.replicas, self._compute_pin, leads=self._folder is not None)
         self._decoding = asyncio.Lock()  # held by the reader whose turn it is to decode logprobs
         self._count = 0
         self._draining = self._broken = self._closed = False

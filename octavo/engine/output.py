@@ -14,8 +14,7 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, LifeRecord, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
 from octavo.sampling_params import SamplingParams
-from octavo.text.detokenizer import IncrementalDetokenizer, shown_tail
-from octavo.text.stop_strings import StopSearch, StopStrings
+from octavo.text.detokenizer import IncrementalDetokenizer, StopSearch, StopStrings, shown_tail
 from octavo.text.tokenizer import Tokenizer
 
 

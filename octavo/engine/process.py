@@ -24,10 +24,10 @@ from octavo import errors, log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.build import Share, build_engine
-from octavo.engine.cache_news import CacheNews
 from octavo.engine.core import EngineCore
 from octavo.engine.router import BROKEN, Command, Gone, Met, Pulse, Router, Watching
-from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
+from octavo.engine.routing import CacheUpdates
+from octavo.engine.stall_watch import StallWatch
 from octavo.engine.trace import numbered
 from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Cached, Pinned, Refused, ResetPrefixCache, Unpin, frame_limit
@@ -95,35 +95,39 @@ class Loop:
 
     def __init__(
         self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float,
-        cache_news: CacheNews | None = None,
+        cache_updates: CacheUpdates | None = None,
     ) -> None:  # fmt: skip
-        """`cache_news`: cache updates for clients that choose between several engines."""
+        """`cache_updates`: cache updates for clients that choose between several engines."""
         self._core = core
         self._router = router
         self._queue_timeout = queue_timeout
         self._step_seconds = step_seconds
         self._next_step = 0.0  # the next step starts no earlier
         self._view = view
-        self._cache_news = cache_news
+        self._cache_updates = cache_updates
         self._cache_told_at = 0.0
         self._pins_told = 0, 0  # their version and number of hits
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
-    def run(self, watch: Watch) -> None:
+    def run(self, watch: StallWatch | None) -> None:
         while True:
-            watch.begin()
+            if watch is not None:
+                watch.begin()
             self.turn()
-            watch.end()
+            if watch is not None:
+                watch.end()
 
     def turn(self) -> None:
         """Waits if there is nothing to do; otherwise runs one step."""
         core, scheduler = self._core, self._core.scheduler
         self._keep_pace()
         idle = not core.has_work
-        waits = idle and not (self._cache_news is not None and self._cache_news.is_behind)
-        refused = [refusal for command in self._router.take(waits, scheduler.pins.seconds_left()) if (refusal := self._obey(command))]
-        scheduler.pins.expire()
+        waits = idle and not (self._cache_updates is not None and self._cache_updates.is_behind)
+        seconds = scheduler.pins.seconds_left() if scheduler.kv.pool.pinned else None
+        refused = [refusal for command in self._router.take(waits, seconds) if (refusal := self._obey(command))]
+        if scheduler.kv.pool.pinned:
+            scheduler.pins.expire()
         self._router.publish(self.pulse(busy=True))
         if idle and core.has_work:
             self._router.show(self._view.frames(busy=False))  # the step may be long, and nothing can be sent before its end
@@ -147,12 +151,12 @@ class Loop:
         if pins.version != told[0] or (due and pulse.stats.pin_hits != told[1]):
             self._pins_told = pins.version, pulse.stats.pin_hits
             self._router.tell(Pinned(pins.told()))
-        if self._cache_news is not None and (part := self._cache_news.next_part()) is not None:
+        if self._cache_updates is not None and (part := self._cache_updates.next_part()) is not None:
             self._router.tell(Cached(part[1]), part[0])
         if not due:
             return
         self._cache_told_at = pulse.at
-        if self._cache_news is not None and (change := self._cache_news.take()) is not None:
+        if self._cache_updates is not None and (change := self._cache_updates.take()) is not None:
             self._router.tell(Cached(change))
 
     def _keep_pace(self) -> None:
@@ -186,12 +190,12 @@ class Loop:
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
             self._view.ask(command.name, "none")
-            if self._cache_news is not None:
-                self._cache_news.drop(command.name)
+            if self._cache_updates is not None:
+                self._cache_updates.drop(command.name)
         elif isinstance(command, Met):
             self._router.tell(Pinned(core.scheduler.pins.told()), command.name)
-            if self._cache_news is not None:
-                self._cache_news.add(command.name)
+            if self._cache_updates is not None:
+                self._cache_updates.add(command.name)
         elif isinstance(command, Watching):
             self._view.ask(command.name, command.wanted)
         return None
@@ -221,14 +225,14 @@ def serve(orders: Orders) -> None:
     core = build_engine(config, source, model, debug, tokenizer, orders.epoch, on_lost=_end, share=share)
     view = EngineView(core) if orders.inspector else NoView()
     kv = core.scheduler.kv
-    cache_news = CacheNews(kv.pool) if orders.engines > 1 else None
-    loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds, cache_news)
+    cache_updates = CacheUpdates(kv.pool) if orders.engines > 1 else None
+    loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds, cache_updates)
     limits, digests = core.scheduler.limits, kv.digests
     facts = EngineFacts(source.name, orders.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights)
     router.ready(facts, loop.pulse(busy=False), core.roster.numbers)
     gc.freeze()  # what is allocated now stays, so the collector need not visit it again
     try:
-        loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
+        loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else None)
     except Exception as error:
         raise LoopBroke from error
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,6 @@ import zmq
 
 from octavo.child import give_back_freed_memory
 from octavo.engine import wire
-from octavo.engine.pace import Pace
 from octavo.engine.wire import Down, Ping, Refused, Up
 from octavo.errors import ConfigError
 from octavo.log import logger
@@ -32,7 +31,6 @@ GIVE_BACK_SECONDS = 5.0  # the shortest time between two returns of freed memory
 CLIENT_SECONDS = 10.0  # a client that is silent for so long is dropped
 IDS_PER_TURN = 65_536  # of prompts, which the loop checks and queues in about 5 ms
 FRAMES_AT_ONCE = 256  # received before updates are sent again
-LARGE = 256  # tokens with logprobs in one frame, so that a reader is not busy for long with one
 BROKEN = 2  # exit code of an engine process that cannot continue
 
 
@@ -317,7 +315,7 @@ class Router:
                 if delta.finish_reason is not None:
                     self._count_end(delta.index)
             for name, news in by_client.items():
-                for part in _sliced(news):
+                for part in wire.sliced(news):
                     self._send_to(name, wire.News(part, stats))
         while self._views:
             name, frame = self._views.popleft()
@@ -376,15 +374,27 @@ def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float
     return now - max(pulse.at, roused_at) if pulse.busy or inbox else 0.0
 
 
-def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
-    """Yields the updates of a step in one frame, or in several if they are large, such as the logprobs of a long prompt."""
-    pieces = [delta for delta in news if delta.prompt_logprobs is not None]
-    for delta in pieces:
-        assert delta.prompt_logprobs is not None
-        start, found = delta.prompt_logprobs
-        for at in range(0, len(found), LARGE):
-            yield [replace(delta, prompt_logprobs=(start + at, found[at : at + LARGE]))]
-    rest = [delta for delta in news if delta.prompt_logprobs is None] if pieces else news
-    if rest:
-        yield rest
+# -- the `Retry-After` of a full queue: the number of waiting requests divided by the rate at which requests ended recently
 
+RECENT = 64  # ends from which the rate is computed
+SHORTEST, LONGEST = 1.0, 60.0  # bounds of `Retry-After` in seconds
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=RECENT + 1)  # the recent ends, after the one from which time is counted
+
+    def begin(self, now: float) -> None:
+        """Starts to count again, because the engine was idle before."""
+        self._times.clear()
+        self._times.append(now)
+
+    def end(self, now: float) -> None:
+        self._times.append(now)
+
+    def retry_after(self, waiting: int, now: float) -> float:
+        """Returns the seconds until as many requests have ended as wait now, or the shortest wait if none has ended yet."""
+        if len(self._times) < 2:
+            return SHORTEST
+        each = (now - self._times[0]) / (len(self._times) - 1)  # up to now, so that a stall counts as slow
+        return min(max(waiting * each, SHORTEST), LONGEST)

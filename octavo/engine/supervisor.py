@@ -24,12 +24,12 @@ import msgspec
 from octavo.child import Restarts, command, how_ended, is_stopped
 from octavo.config import EngineConfig, log_level
 from octavo.engine.process import Orders, Reason
+from octavo.engine.routing import Policy
 from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
 from octavo.messages import EngineFacts
 from octavo.own_file import told_with_tmpdir
-from octavo.policy.routing import Policy
 
 
 @dataclass(frozen=True, slots=True)

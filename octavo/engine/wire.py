@@ -7,7 +7,8 @@ A frame carries an epoch and a number. The epoch says to which start of the engi
 client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, PinStat
 from octavo.model_config import ModelConfig
 
 TEXTS = 1 << 20  # bytes
+LARGE = 256  # tokens with logprobs in one frame, so that a reader is not busy for long with one
 
 
 # -- a frame of the view: what has changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
@@ -204,6 +206,19 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Item]", frame: bytes) -> Item | N
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         logger.warning("Dropped a frame of %d bytes between API and engine that is not a message: %s", len(frame), str(error)[:200])
         return None
+
+
+def sliced(deltas: list[Delta]) -> Iterator[list[Delta]]:
+    """Yields the updates of a step in one frame, or in several if they are large, such as the logprobs of a long prompt."""
+    pieces = [delta for delta in deltas if delta.prompt_logprobs is not None]
+    for delta in pieces:
+        assert delta.prompt_logprobs is not None
+        start, found = delta.prompt_logprobs
+        for at in range(0, len(found), LARGE):
+            yield [replace(delta, prompt_logprobs=(start + at, found[at : at + LARGE]))]
+    rest = [delta for delta in deltas if delta.prompt_logprobs is None] if pieces else deltas
+    if rest:
+        yield rest
 
 
 def frame_limit(config: EngineConfig, model: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError
 from octavo.outputs import PinnedPrefix
-from octavo.policy.door import check_pin, no_such_prefix
+from octavo.policy.request import check_pin, no_such_prefix
 from octavo.server.access import current_arrival
 from octavo.server.body import Body, TokenIds, check_model, named, read_body, takes
 from octavo.server.errors import ApiError

@@ -26,7 +26,7 @@ import uvloop
 from octavo import log
 from octavo.config import EngineConfig, debug_from_environment, log_level
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.pin_book import PinBook
+from octavo.engine.pins import PinRegistry
 from octavo.engine.stall_watch import StallWatch
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
@@ -73,7 +73,11 @@ def sibling(descriptor: int) -> None:
 async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
     pins = shared_file() if config.api_processes > 1 else None
     llm = AsyncLLM(
-        engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text, pins=PinBook(pins)
+        engine,
+        _serving(config),
+        lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")),
+        text=text,
+        pins=PinRegistry(pins),
     )
     try:
         model_name = config.served_model_name or text.source.name
@@ -92,7 +96,7 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
 
 async def _further(orders: Orders, listener: socket.socket) -> int:
     serving = _serving(orders.server, orders.row + orders.starts * NUMBERS)
-    llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address, pins=PinBook(orders.pins))
+    llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address, pins=PinRegistry(orders.pins))
     observer = _observer(orders.server, orders.model_name, orders.shared, orders.row)
     server = Server(llm, orders.server, orders.model_name, observer)
     add_tool_template(server)

@@ -16,8 +16,7 @@ from octavo.engine.streams import TURN_LOGPROBS, Stream
 from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord, TokenLogprobs
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.sampling_params import SamplingParams
-from octavo.text.detokenizer import shown_tail
-from octavo.text.stop_strings import StopSearch, StopStrings
+from octavo.text.detokenizer import StopSearch, StopStrings, shown_tail
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import smollm2_metadata
 

@@ -22,11 +22,10 @@ import zmq
 from octavo.config import Debug
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
 from octavo.engine.process import StatsLog
-from octavo.engine.router import LARGE, Pulse, Router, _sliced, stalled_for
+from octavo.engine.router import LONGEST, RECENT, SHORTEST, Pace, Pulse, Router, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
-from octavo.engine.wire import Abort, Add, DownFrame, Ping
+from octavo.engine.wire import LARGE, Abort, Add, DownFrame, Ping, sliced
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -320,12 +319,12 @@ def test_it_leaves_ctrl_c_to_its_parent_and_reset_reaches_it(endless: str) -> No
 def test_logprobs_of_a_long_prompt_come_in_pieces_that_are_soon_read() -> None:
     logprobs = [TokenLogprobs(-float(at), 1, (), ()) for at in range(LARGE * 2 + 10)]
     news = [Delta("a-1", 0, [5]), Delta("a-2", 0, [], prompt_logprobs=(7, logprobs)), Delta("a-2", 0, [6])]
-    frames = list(_sliced(news))
+    frames = list(sliced(news))
     pieces = [delta.prompt_logprobs for frame in frames[:-1] for delta in frame]
     assert [piece and (piece[0], len(piece[1])) for piece in pieces] == [(7, LARGE), (7 + LARGE, LARGE), (7 + 2 * LARGE, 10)]
     assert [found for piece in pieces if piece for found in piece[1]] == logprobs
     assert frames[-1] == [news[0], news[2]], "and what is short in one"
-    assert list(_sliced(frames[-1])) == [frames[-1]]
+    assert list(sliced(frames[-1])) == [frames[-1]]
 
 
 def test_a_loop_that_slept_is_not_one_that_hangs() -> None:

@@ -11,7 +11,6 @@ from octavo.client import view as client_view
 from octavo.engine import step_log, watcher
 from octavo.engine.link import ViewStream
 from octavo.engine.step_log import StepLog
-from octavo.engine.trace import NoTrace
 from octavo.engine.view import FAILED, EngineView
 from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
@@ -340,7 +339,7 @@ def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
             view.ask("late", "full")
             assert [(client, frame.error) for client, frame in view.frames(busy=False)] == [("late", FAILED)]
             assert view.frames(busy=False) == []
-            assert isinstance(engine.core.trace, NoTrace) and engine.pool.on_event == engine._on_event and not view._watchers
+            assert not engine.core.traces and engine.pool.on_event == engine._on_event and not view._watchers
         return engine
 
     whole = run(watched=False)

@@ -77,9 +77,9 @@ def test_the_engine_that_dies_changes_no_token_and_the_next_scene_waits_for_it(e
             await llm.reset_prefix_cache()
             asked, heard, generate = list[AddRequest](), list[TextDelta](), llm.generate
 
-            async def listened(request: AddRequest) -> AsyncGenerator[list[TextDelta], None]:
+            async def listened(request: AddRequest, timeout: float | None = None) -> AsyncGenerator[list[TextDelta], None]:
                 asked.append(request)
-                async for news in generate(request):
+                async for news in generate(request, timeout):
                     heard.extend(news)
                     yield news
 

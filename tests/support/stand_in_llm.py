@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from octavo import LLM
-from octavo.engine.pin_book import PinBook
-from octavo.engine.pin_keeper import PinKeeper
+from octavo.engine.pins import PinReconciler, PinRegistry
 from octavo.engine.replica import State
 from octavo.engine.wire import ViewFrame
 from octavo.errors import DeadlineError, RequestError
@@ -46,7 +45,7 @@ class StandInLLM:
     is_default_model = False
     number = 0  # it is its only engine, too
     ranks: ClassVar[list[RankNumbers]] = []
-    pins = PinKeeper(PinBook(), [], compute=None, leads=False)  # type: ignore[arg-type]  # it has no engine that could
+    pins = PinReconciler(PinRegistry(), [], compute=None, leads=False)  # type: ignore[arg-type]  # it has no engine that could
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": self.template}, "tok512.bin")
