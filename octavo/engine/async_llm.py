@@ -24,8 +24,9 @@ from octavo.engine.process import Orders
 from octavo.engine.replica import RETRY_SECONDS, Replica, State
 from octavo.engine.streams import LoadBalancer, Stream
 from octavo.engine.supervisor import Serving, SocketFolder, lasting, orders_of
-from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCache, ViewFrame, frame_limit
+from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCache, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
+from octavo.inspector.frames import ViewFrame
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
 from octavo.messages import AddRequest, EngineFacts, PinOrder, SchedulerStats

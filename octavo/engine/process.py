@@ -29,9 +29,9 @@ from octavo.engine.router import BROKEN, Command, Gone, Met, Pulse, Router, Watc
 from octavo.engine.routing import CacheUpdates
 from octavo.engine.stall_watch import StallWatch
 from octavo.engine.trace import numbered
-from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Cached, Pinned, Refused, ResetPrefixCache, Unpin, frame_limit
 from octavo.errors import ConfigError, EngineError, LoadError, OctavoError, RequestError
+from octavo.inspector.engine_view import EngineView, NoView
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
 from octavo.log import logger
@@ -223,7 +223,10 @@ def serve(orders: Orders) -> None:
     if config.trace is not None and orders.engines > 1:
         config = replace(config, trace=numbered(config.trace, orders.number))
     core = build_engine(config, source, model, debug, tokenizer, orders.epoch, on_lost=_end, share=share)
-    view = EngineView(core) if orders.inspector else NoView()
+    view: EngineView | NoView = NoView()
+    if orders.inspector:
+        view = EngineView(core.scheduler)
+        core.traces.append(view)
     kv = core.scheduler.kv
     cache_updates = CacheUpdates(kv.pool) if orders.engines > 1 else None
     loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds, cache_updates)

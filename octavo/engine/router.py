@@ -22,6 +22,7 @@ from octavo.child import give_back_freed_memory
 from octavo.engine import wire
 from octavo.engine.wire import Down, Ping, Refused, Up
 from octavo.errors import ConfigError
+from octavo.inspector.frames import ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.worker.faults import Faults
@@ -46,7 +47,7 @@ class Watching:
     """A client starts or stops watching the engine."""
 
     name: str
-    wanted: wire.Wanted
+    wanted: Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Router:
         self._pace = Pace()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
-        self._views: deque[tuple[str, wire.ViewFrame]] = deque()
+        self._views: deque[tuple[str, ViewFrame]] = deque()
         self._words: deque[tuple[str | None, Up]] = deque()  # for one client, or for all
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -161,7 +162,7 @@ class Router:
             self._outbox.append((deltas, refused, stats))
             self._rouse()
 
-    def show(self, views: list[tuple[str, wire.ViewFrame]]) -> None:
+    def show(self, views: list[tuple[str, ViewFrame]]) -> None:
         if views:
             self._views.extend(views)
             self._rouse()
@@ -365,8 +366,7 @@ def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        text = f"the engine's socket {address} cannot be made: {error.strerror}; set TMPDIR to another folder"
-        raise ConfigError(text) from error
+        raise ConfigError(f"the engine's socket {address} cannot be made: {error.strerror}; set TMPDIR to another folder") from error
 
 
 def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:

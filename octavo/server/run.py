@@ -30,6 +30,7 @@ from octavo.engine.pins import PinRegistry
 from octavo.engine.stall_watch import StallWatch
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
+from octavo.inspector.recorder import Recorder
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
 from octavo.server.answer_form import add_tool_template
@@ -39,7 +40,6 @@ from octavo.server.metrics import Numbers, shared_file
 from octavo.server.observer import Observer
 from octavo.server.privacy import recording_has_text
 from octavo.server.protocol import BoundedProtocol
-from octavo.server.recorder import Recorder
 from octavo.server.records import open_spans
 from octavo.server.siblings import Orders, Siblings, take_orders
 from octavo.server.state import Server

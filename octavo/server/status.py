@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo import __version__
 from octavo.errors import UnavailableError
+from octavo.inspector.hub import ViewHub
 from octavo.sampling_params import SamplingParams
 from octavo.server.access import current_arrival
 from octavo.server.body import check_model
@@ -27,7 +28,6 @@ from octavo.server.errors import ApiError
 from octavo.server.events import EventStream
 from octavo.server.metrics import engine_families
 from octavo.server.state import Server
-from octavo.server.view import ViewHub
 
 # Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")

@@ -12,7 +12,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.child import Restarts
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.link import Link
+from octavo.engine.replica import Link
 from octavo.engine.supervisor import Serving, Supervisor
 from octavo.engine.wire import Add, Refused
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError

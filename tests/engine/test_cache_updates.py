@@ -6,12 +6,13 @@ from octavo.engine import routing
 from octavo.engine.process import Loop
 from octavo.engine.router import Gone, Met
 from octavo.engine.routing import CacheUpdates
-from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Cached
+from octavo.inspector.engine_view import NoView
 from octavo.messages import CacheChange
 from octavo.policy.block_pool import BlockPool, Event
 from octavo.policy.digests import SHORT
 from tests.support.fake import FakeEngine, sampling
+from tests.support.watching import view_of
 
 
 def digest(number: int) -> bytes:
@@ -167,9 +168,9 @@ def test_news_and_view_do_not_disturb_each_other(view_first: bool) -> None:
     """A view attaches and detaches while the news go on, whichever of the two was made first."""
     engine = FakeEngine(num_blocks=16)
     if view_first:
-        view, news = EngineView(engine.core), CacheUpdates(engine.pool)
+        view, news = view_of(engine.core), CacheUpdates(engine.pool)
     else:
-        news, view = CacheUpdates(engine.pool), EngineView(engine.core)
+        news, view = CacheUpdates(engine.pool), view_of(engine.core)
     for number, wanted in enumerate(("none", "full", "delta", "none", "full", "none")):
         view.ask("watcher", wanted)
         engine.add(str(number), [number] * 13, sampling(2))

@@ -192,8 +192,8 @@ def test_pins_that_were_released_leave_nothing_behind() -> None:
         for number in range(9):
             with pytest.raises(UnavailableError):
                 await keeper.pin("failed", PREFIX)
-            keeper._book.add(entry(str(number)))
-            keeper._book.confirm(f"id-{number}")
+            keeper._registry.add(entry(str(number)))
+            keeper._registry.confirm(f"id-{number}")
             keeper.check()
             await asyncio.sleep(0)
             assert keeper._not_before and keeper._losses, "its repair did not fail"

@@ -13,12 +13,12 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.engine import trace
 from octavo.engine.trace import StepTrace, numbered
-from octavo.engine.view import EngineView
 from octavo.errors import ConfigError
 from tests.cli.processes import ROOT, environment
 from tests.support.fake import FakeEngine, sampling
 from tests.support.models import tiny_model
 from tests.support.story_folder import story_folder
+from tests.support.watching import view_of
 
 
 def events_of(path: Path, cut: bool = False) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def test_an_engine_that_died_and_its_successor_share_a_file(tmp_path: Path) -> N
 def test_what_was_done_is_written_when_the_last_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool) -> None:
     monkeypatch.setattr(trace, "FLUSH_NS", 10**18)
     engine = traced(tmp_path / "t.json")
-    EngineView(engine.core).ask("watcher", "full" if watched else "none")
+    view_of(engine.core).ask("watcher", "full" if watched else "none")
     for name in "ab":
         engine.add(name, [1, 2, 3], sampling(50))
     for _ in range(5):

@@ -18,8 +18,8 @@ from typing import ClassVar
 from octavo import LLM
 from octavo.engine.pins import PinReconciler, PinRegistry
 from octavo.engine.replica import State
-from octavo.engine.wire import ViewFrame
 from octavo.errors import DeadlineError, RequestError
+from octavo.inspector.frames import ViewFrame
 from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, RankNumbers, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.text.prompt import PromptEncoder

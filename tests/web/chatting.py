@@ -9,7 +9,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from octavo.engine.wire import SequenceState, ViewFrame
+from octavo.inspector.frames import SequenceState, ViewFrame
 from octavo.messages import AddRequest, FinishReason
 from octavo.outputs import TextDelta
 from octavo.server.app import build_app

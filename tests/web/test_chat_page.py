@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.engine.wire import SequenceState
 from octavo.errors import OverloadError, RequestError
+from octavo.inspector.frames import SequenceState
 from octavo.server_config import ServerConfig
 from tests.web.chatting import STATUS, answers, box, send, set_setting, speaking
 from tests.web.conftest import OpenPage

@@ -1,7 +1,7 @@
 """The view: the state of pool and scheduler, collected while a client watches.
 
     kv.on_seal ────────┐   always: nothing else knows the content of a cached block
-    core.traces ───────┤   always: the figures of each step, for timelines that are opened later (step_log.py)
+    core.traces ───────┤   always: the figures of each step, for timelines that are opened later (history.py)
     pool.on_event ─────┤
     pins.on_change ────┤
     scheduler.on_end ──┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from octavo.engine.core import EngineCore
-from octavo.engine.step_log import StepLog
-from octavo.engine.watcher import Contents, Watcher
-from octavo.engine.wire import EventWords, ViewFrame, Wanted
+from octavo.inspector.frames import EventWords, ViewFrame, Wanted
+from octavo.inspector.history import Contents, StepLog
+from octavo.inspector.watcher import Watcher
 from octavo.log import logger
 from octavo.messages import Ending, StepPlan
 from octavo.policy.block_pool import BlockKey, Event
@@ -41,8 +40,9 @@ class NoView:
 
 
 class EngineView:
-    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
-        self._core, self._scheduler = core, core.scheduler
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        """It must also follow the steps: see `traces` of `EngineCore`."""
+        self._scheduler = scheduler
         self._clock, self._start = clock, clock()
         self._started = time.time()
         self._watchers: dict[str, Watcher] = {}  # by client
@@ -55,7 +55,6 @@ class EngineView:
         self._contents = Contents(kv.pool, kv.spans, clock)
         self._steps = StepLog()
         self._seen = self._counts()
-        core.traces.append(self)
         kv.on_seal = self._on_sealed
 
     def ask(self, client: str, wanted: Wanted) -> None:
@@ -106,7 +105,6 @@ class EngineView:
             self._is_off = True
             self._untold |= {client for client, watcher in self._watchers.items() if watcher.wants}
             self._scheduler.kv.on_seal = self._on_seal
-            self._core.traces = [trace for trace in self._core.traces if trace is not self]
             if self._is_attached:
                 self._detach()
             self._watchers.clear()

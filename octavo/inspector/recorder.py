@@ -9,9 +9,9 @@ import stat
 from contextlib import aclosing, suppress
 
 from octavo.errors import ConfigError, UnavailableError
+from octavo.inspector.hub import ViewHub
 from octavo.log import logger
 from octavo.own_file import open_own
-from octavo.server.view import ViewHub
 
 MOST_BYTES = 256 * 2**20
 HEAD = b'{"kind":"head"'
