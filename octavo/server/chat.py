@@ -11,11 +11,11 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
-from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters, thoughts_of
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
 from octavo.server.body import named, takes
 from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
-from octavo.server.request_bodies import ChatBody, read_generation_body
+from octavo.server.request_bodies import ChatBody, asked_form, param_of, read_generation_body
 from octavo.server.requests import chat_request, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM

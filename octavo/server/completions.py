@@ -12,11 +12,10 @@ from starlette.responses import Response
 
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta, TokenChoices
-from octavo.server.answer_form import asked_form, param_of
 from octavo.server.body import named, takes
 from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
-from octavo.server.request_bodies import CompletionBody, read_generation_body
+from octavo.server.request_bodies import CompletionBody, asked_form, param_of, read_generation_body
 from octavo.server.requests import completion_requests, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM

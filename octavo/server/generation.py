@@ -9,16 +9,18 @@ from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineError
 from octavo.messages import AddRequest, LifeRecord
 from octavo.outputs import TextDelta
 from octavo.server.body import named
-from octavo.server.events import DONE, EventStream, disconnect, unless
-from octavo.server.observer import Watch
+from octavo.server.errors import answer_for
+from octavo.server.records import Watch
 from octavo.server.request_bodies import StreamOptions
 from octavo.server.state import Server
+from octavo.server.turns import disconnect, unless
 from octavo.text.reasoning import ReasoningTokens
 
 Updates = AsyncGenerator[list[TextDelta], None]
@@ -210,3 +212,44 @@ async def collect(updates: Updates, tally: Tally, take: Callable[[TextDelta], ob
             tally.count(deltas)
             for delta in deltas:
                 take(delta)
+
+
+# -- server-sent events
+#
+# Text is written as ASCII JSON: an event's lines end only at line feeds, but many clients also split at U+2028 and similar characters.
+# All events of one list of updates are sent in one write. A client that does not read is disconnected by protocol.py.
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(data: object, name: str | None = None) -> str:
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields. An error before the first event is raised, and so an ordinary answer; a later one is an event."""
+
+    def __init__(self, events: AsyncGenerator[str | bytes, None], media_type: str = "text/event-stream") -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless(disconnect(receive), self._send_all(send))
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        first = await anext(self._events)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._write(send, first)
+            async for events in self._events:
+                await self._write(send, events)
+        except Exception as error:
+            await self._write(send, event(answer_for(error).body) + DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, text: str | bytes) -> None:
+        await send({"type": "http.response.body", "body": text.encode() if isinstance(text, str) else text, "more_body": True})

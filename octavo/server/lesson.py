@@ -19,8 +19,8 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.messages import AddRequest, Beams
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
-from octavo.server.events import disconnect, unless
 from octavo.server.state import Server
+from octavo.server.turns import disconnect, unless
 
 LEAVE_SECONDS = 5.0  # how long a scene waits for the one before it: a client may ask for a scene before it has left another
 READY_SECONDS = 0.1  # between two looks whether the engine is there again

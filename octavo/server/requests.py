@@ -21,12 +21,11 @@ from octavo.errors import RequestError, TemplateError
 from octavo.inputs import Message
 from octavo.messages import AddRequest, Limits
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar, held_to
-from octavo.server.beams import beams_of, for_beams
+from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar
 from octavo.server.body import LARGE_BYTES, are_ids
-from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody
+from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody, beams_of, for_beams
 from octavo.server.state import Server
-from octavo.server.threads import Kind
+from octavo.server.turns import Kind
 from octavo.server_config import ServerConfig
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.reasoning import ends_in_thought
@@ -87,7 +86,7 @@ async def chat_request(
     if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
         written = partial(chat_grammar, asked, form, offered, choice, text)
         params = params if choice.mode != "required" else replace(params, stop=(), stop_token_ids=())  # what ends text ends no call
-        params = await held_to(server, params, await server.threads.run("bodies", request, written))
+        params = await _held_to(server, params, await server.threads.run("bodies", request, written))
     return text, AddRequest("", ids, params, *terms, words, beams=beams), form
 
 
@@ -105,8 +104,17 @@ async def completion_requests(
     _check_form(asked, len(encoded))
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
-    params = await held_to(server, params, asked)
+    params = await _held_to(server, params, asked)
     return [text for text, _ in encoded], [AddRequest("", ids, params, *terms, words, beams=beams) for _, ids in encoded]
+
+
+async def _held_to(server: Server, params: SamplingParams, asked: StructuredOutputsParams | None) -> SamplingParams:
+    """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
+    if asked is None:
+        return params
+    params = replace(params, structured_outputs=asked)
+    await server.grammars.check(asked)
+    return params
 
 
 async def _encode_chat(

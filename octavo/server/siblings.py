@@ -26,7 +26,7 @@ from octavo.config import EngineConfig
 from octavo.engine.router import CLIENT_SECONDS
 from octavo.log import logger
 from octavo.server.metrics import Numbers
-from octavo.server.observer import TICK_SECONDS
+from octavo.server.records import TICK_SECONDS
 from octavo.server_config import ServerConfig
 
 SILENT_TICKS = round(CLIENT_SECONDS / TICK_SECONDS)  # the engine, too, gives up a client's requests after this time

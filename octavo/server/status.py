@@ -2,7 +2,7 @@
 
     /health, /version, /v1/models    whether it serves requests, which version of Octavo it is, and which model it has
     /metrics                         its counters, under the names that vLLM's dashboards know, as text for Prometheus
-    /v1/requests/{id}                the record of a request, for the client that sent it and clients that may read text (privacy.py)
+    /v1/requests/{id}                the record of a request, for the client that sent it and clients that may read text (access.py)
     /v1/view                         the state of an engine, as lines of JSON while the client reads (docs/view.md)
     /reset_prefix_cache              for the admin
     /admin/restart                   replaces all engines, if there are several, one after the other; for the admin
@@ -25,7 +25,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.access import current_arrival
 from octavo.server.body import check_model
 from octavo.server.errors import ApiError
-from octavo.server.events import EventStream
+from octavo.server.generation import EventStream
 from octavo.server.metrics import engine_families
 from octavo.server.state import Server
 

@@ -21,7 +21,7 @@ from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
 from octavo.server.metrics import FAILURES, SECONDS, Numbers, shared_file
-from octavo.server.observer import TICK_SECONDS, Observer
+from octavo.server.records import TICK_SECONDS, Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.server.conftest import Served

@@ -28,7 +28,7 @@ from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server import access, app
 from octavo.server.body import Body, read_body, takes
-from octavo.server.events import EventStream
+from octavo.server.generation import EventStream
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings
