@@ -17,14 +17,23 @@ from typing import TYPE_CHECKING, Never, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
-from octavo.engine.batch import Encoded, Reader, beam_output, each_of, numbered, prompt_named, spread, spread_priority
+from octavo.engine.batch import (
+    DeferredInterrupt,
+    Encoded,
+    FairLock,
+    Reader,
+    beam_output,
+    each_of,
+    numbered,
+    prompt_named,
+    spread,
+    spread_priority,
+)
 from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputProcessor, check_params
 from octavo.errors import EngineError, RequestError
-from octavo.fair_lock import FairLock
 from octavo.inputs import Conversation, Prompt, as_conversations, as_prompts
-from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, Beams, PinOrder, SchedulerStats
 from octavo.metrics import Metric, engine_metrics

@@ -20,11 +20,11 @@ from functools import reduce
 from octavo.config import EngineConfig
 from octavo.engine.output import OutputProcessor, check_params
 from octavo.engine.pins import PinEntry, PinReconciler, PinRegistry
-from octavo.engine.process import Orders
+from octavo.engine.process import SpawnConfig
 from octavo.engine.replica import RETRY_SECONDS, Replica, State
 from octavo.engine.streams import LoadBalancer, Stream
-from octavo.engine.supervisor import Serving, SocketFolder, lasting, orders_of
-from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCache, frame_limit
+from octavo.engine.supervisor import Serving, SocketFolder, lasting, spawn_config_of
+from octavo.engine.wire import Abort, Add, Cached, Refused, ResetPrefixCache, Updates, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.inspector.frames import ViewFrame
 from octavo.loading.text_side import TextSide, open_text_side
@@ -129,11 +129,12 @@ class AsyncLLM:
         self._watching = lasting(self._watch(), self._fail_to_go_on)
         if self._folder is not None:
             self._digest_key = secrets.token_bytes(32)
-            self.replicas[0].supervise(self._orders(self.replicas[0]))
+            self.replicas[0].supervise(self._spawn_config(self.replicas[0]))
         await self._ready
 
-    def _orders(self, replica: Replica) -> Orders:
-        return orders_of(self._text, self.config, self._serving, replica.number, replica.address, self._digest_key, self.replicas[0].facts)
+    def _spawn_config(self, replica: Replica) -> SpawnConfig:
+        number, address, first = replica.number, replica.address, self.replicas[0].facts
+        return spawn_config_of(self._text, self.config, self._serving, number, address, self._digest_key, first)
 
     async def drain(self, seconds: float) -> int:
         """Accepts no new requests and waits for the open ones, for some time. Returns how many did not end."""
@@ -237,7 +238,8 @@ class AsyncLLM:
         """Forgets a request that has no reader any more."""
         del self._streams[stream.request_id]
         for replica in self.replicas:
-            replica.view.remember(stream.request_id, stream.label)
+            if replica.view.names is not None:  # somebody watches
+                replica.view.remember(stream.request_id, stream.label)
         if stream.timer is not None:
             stream.timer.cancel()
         self._abort(stream)
@@ -315,13 +317,13 @@ class AsyncLLM:
         self._balancer.meet(replica)
         if self._folder is not None and len(self.replicas) > 1 and replica is self.replicas[0]:
             for other in self.replicas:
-                other.supervise(self._orders(other))
+                other.supervise(self._spawn_config(other))
         one_is_enough = self._folder is None or self._serving.routing == "first"
         if not self._ready.done() and (one_is_enough or all(each.is_ready for each in self.replicas)):
             self._ready.set_result(None)
 
-    def on_news(self, replica: Replica, news: News) -> None:
-        self._outputs.process(news.deltas if len(self.replicas) == 1 else self._balancer.received(replica, news.deltas))
+    def on_updates(self, replica: Replica, updates: Updates) -> None:
+        self._outputs.process(updates.deltas if len(self.replicas) == 1 else self._balancer.received(replica, updates.deltas))
 
     def on_refused(self, refused: Refused) -> None:
         stream = self._streams.get(refused.request_id)

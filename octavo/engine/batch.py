@@ -1,11 +1,17 @@
-"""A call of `LLM`: its arguments, one value for all prompts or one per prompt, and its outputs. Errors name the prompt."""
+"""A call of `LLM`: its arguments, its outputs, its turn among threads, and what Ctrl-C does to it.
 
+An argument is one value for all prompts, or one for each. Errors name the prompt.
+"""
+
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from types import FrameType, TracebackType
 from typing import TypeVar
 
-from octavo.errors import RequestError
+from octavo.errors import EngineError, RequestError
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
@@ -85,3 +91,66 @@ def beam_output(output: RequestOutput, tokenizer: Tokenizer | None, keep_end: bo
     if prompt is None and tokenizer is not None:
         prompt = tokenizer.decode(output.prompt_token_ids)
     return BeamSearchOutput([BeamSearchSequence.of(output, sample, prompt, keep_end) for sample in output.outputs])
+
+
+# -- turns of threads, and Ctrl-C
+
+class FairLock:
+    """A lock that a thread cannot take twice in a row while another thread waits for it. With a plain lock it could."""
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()  # the thread that has it gets the next turn
+        self._turn = threading.Lock()
+        self._holder: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock. Then the caller is a signal handler or a finalizer, which Python may run at any point."""
+        return self._holder == threading.get_ident()
+
+    def __enter__(self) -> None:
+        if self.is_mine:
+            raise EngineError("this thread is in the middle of a step: a signal handler or a finalizer cannot start another one")
+        with self._next:
+            self._turn.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._holder = None
+        self._turn.release()
+
+
+class DeferredInterrupt:
+    """A context in which Ctrl-C waits for `check` or the end of the context. A second Ctrl-C does not wait.
+
+    It works in the main thread, and only if Python's own handler of Ctrl-C is installed. Elsewhere it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._installed = False
+
+    def __enter__(self) -> "DeferredInterrupt":
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if Ctrl-C was pressed."""
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            raise KeyboardInterrupt
+        self._pending = True

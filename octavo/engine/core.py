@@ -34,11 +34,11 @@ class EngineCore:
         self._depth = depth if self._stages == 1 else 1
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
-        self._news: list[Delta] = []  # not returned yet
+        self._updates: list[Delta] = []  # not returned yet
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._launched or self._news)
+        return bool(self.scheduler.requests or self._launched or self._updates)
 
     def add(self, request: AddRequest) -> None:
         self.grammars.check(request.params)
@@ -55,11 +55,11 @@ class EngineCore:
     def unpin(self, pin_id: str) -> None:
         """Ends a pinned prefix. Requests that still compute it end with the updates of the next step."""
         for request_id in self.scheduler.pins.release(pin_id):
-            self._news += self.abort(request_id)
+            self._updates += self.abort(request_id)
 
     def step(self) -> list[Delta]:
         """Runs one step and returns its updates. If a step raises, its updates are returned by the next step."""
-        self._news += self.grammars.collect(self.scheduler)
+        self._updates += self.grammars.collect(self.scheduler)
         if not self._launched and self.grammars.must_wait(self.scheduler):
             self.grammars.nap()
             return self._given_out()
@@ -77,7 +77,7 @@ class EngineCore:
                 self._mark("forward")
                 self._settle(self._stages - 1)
                 masks, ends = self.grammars.fill(self.scheduler, plan)
-                self._news += ends
+                self._updates += ends
                 self._launched.append((plan, self.executor.sample(masks)))
                 self._mark("sample")
         except RankLost as error:
@@ -102,8 +102,8 @@ class EngineCore:
             trace.mark(name)
 
     def _given_out(self) -> list[Delta]:
-        news, self._news = self._news, []
-        return news
+        deltas, self._updates = self._updates, []
+        return deltas
 
     def close(self) -> None:
         try:
@@ -141,4 +141,4 @@ class EngineCore:
         self._take(self.scheduler.fail(plan, f"the engine failed in this step: {error}"))
 
     def _take(self, deltas: list[Delta]) -> None:
-        self._news += self.grammars.advance(self.scheduler, deltas)
+        self._updates += self.grammars.advance(self.scheduler, deltas)

@@ -16,10 +16,27 @@ from typing import Literal, Protocol
 import zmq
 
 from octavo.engine import wire
-from octavo.engine.process import Orders
+from octavo.engine.process import SpawnConfig
 from octavo.engine.router import BEAT_SECONDS
 from octavo.engine.supervisor import Serving, Supervisor
-from octavo.engine.wire import Add, Beat, Cached, Down, DownFrame, Drain, Hello, Lost, News, Ping, Pinned, Refused, Up, UpFrame, View, Watch
+from octavo.engine.wire import (
+    Add,
+    Cached,
+    Down,
+    DownFrame,
+    Drain,
+    Heartbeat,
+    Hello,
+    Lost,
+    Ping,
+    Pinned,
+    Refused,
+    Up,
+    Updates,
+    UpFrame,
+    View,
+    Watch,
+)
 from octavo.errors import OctavoError, RequestError, UnavailableError
 from octavo.inspector.stream import ViewStream
 from octavo.log import logger
@@ -40,7 +57,7 @@ class Frontend(Protocol):
 
     def on_ready(self, replica: "Replica") -> None: ...
 
-    def on_news(self, replica: "Replica", news: News) -> None: ...
+    def on_updates(self, replica: "Replica", updates: Updates) -> None: ...
 
     def on_refused(self, refused: Refused) -> None: ...
 
@@ -197,13 +214,13 @@ class Replica:
         self._supervisor: Supervisor | None = None
         self.view = ViewStream(lambda wanted: self.send(Watch(wanted)))
 
-    def supervise(self, orders: Orders) -> None:
+    def supervise(self, spawn: SpawnConfig) -> None:
         """Starts the engine, which then belongs to this process. If it is already running, the configuration applies to its next start."""
         if self._supervisor is not None:
-            self._supervisor.orders = orders
+            self._supervisor.spawn = spawn
             return
         restarts = self._serving.restarts()
-        self._supervisor = Supervisor(orders, restarts, self._on_start, self._on_down, self._on_stays_dead)
+        self._supervisor = Supervisor(spawn, restarts, self._on_start, self._on_down, self._on_stays_dead)
 
     @property
     def pid(self) -> int | None:
@@ -268,10 +285,10 @@ class Replica:
         self._frontend.on_ready(self)
 
     def receive(self, body: Up) -> None:
-        if isinstance(body, News):
+        if isinstance(body, Updates):
             self._note(body.stats)
-            self._frontend.on_news(self, body)
-        elif isinstance(body, Beat):
+            self._frontend.on_updates(self, body)
+        elif isinstance(body, Heartbeat):
             self._note(body.stats)
             self._stalled, self.ranks = body.stalled, body.ranks
             if body.draining and self.state == "ready":

@@ -44,7 +44,7 @@ class _Sent:
     samples: int
     to_come: int  # estimated tokens of its answers
     load: int  # how many of them are left, and its prompt until the first one has arrived
-    said: int = 0
+    received: int = 0
 
 
 @dataclass(slots=True)
@@ -158,8 +158,8 @@ class Routing:
         sent = self._sent.get(request_id)
         if sent is None or not count:
             return
-        sent.said += count
-        left = max(1, sent.to_come - sent.said)  # it keeps some load until it ends
+        sent.received += count
+        left = max(1, sent.to_come - sent.received)  # it keeps some load until it ends
         self._engines[sent.engine].load += left - sent.load
         sent.load = left
 
@@ -175,8 +175,8 @@ class Routing:
                 del engine.coming[digest]
             else:
                 engine.coming[digest] -= 1
-        if sent.said:
-            self._guess += (sent.said / sent.samples - self._guess) / MEMORY
+        if sent.received:
+            self._guess += (sent.received / sent.samples - self._guess) / MEMORY
 
     # --- what an engine has ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Messages between an API process and the engine process: one msgpack frame each, decoded into exactly these types.
 
     API process  --  Ping, Add, Abort, ResetPrefixCache, Unpin, Watch, Drain  -->  engine process      DEALER to ROUTER over a unix socket
-                <--  Hello, Beat, `News`, Refused, Lost, View, Cached, Pinned --
+                <--  Hello, Heartbeat, `Updates`, Refused, Lost, View, Cached, Pinned --
 
 A frame carries an epoch and a number. The epoch says to which start of the engine it belongs. The number counts the frames of one
 client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
@@ -66,7 +66,7 @@ class Hello(Struct, tag="hello", array_like=True, frozen=True):
     facts: EngineFacts
 
 
-class Beat(Struct, tag="beat", array_like=True, frozen=True):
+class Heartbeat(Struct, tag="beat", array_like=True, frozen=True):
     """The engine process is alive."""
 
     steps: int
@@ -76,7 +76,7 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
     draining: bool = False  # it accepts no new requests
 
 
-class News(Struct, tag="news", array_like=True, frozen=True):
+class Updates(Struct, tag="updates", array_like=True, frozen=True):
     """The updates of one step for one client."""
 
     deltas: list[Delta]
@@ -115,7 +115,7 @@ class Pinned(Struct, tag="pinned", array_like=True, frozen=True):
 
 
 Down = Ping | Add | Abort | ResetPrefixCache | Unpin | Watch | Drain
-Up = Hello | Beat | News | Refused | Lost | View | Cached | Pinned
+Up = Hello | Heartbeat | Updates | Refused | Lost | View | Cached | Pinned
 Item = TypeVar("Item")
 
 

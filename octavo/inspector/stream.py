@@ -22,11 +22,11 @@ class ViewStream:
         self._loop = asyncio.get_running_loop()
         self._wanted: Wanted = "full"
         self._answer: asyncio.Future[ViewFrame | None] | None = None
-        self._names: dict[str, str] | None = None  # of requests that ended while a client watches
+        self.names: dict[str, str] | None = None  # of requests that ended while a client watches
 
     async def frames(self) -> AsyncGenerator[ViewFrame, None]:
         """Yields frames forever. Leaving the iteration ends the watch. Raises if the engine can send no more."""
-        self._wanted, self._names = "full", {}
+        self._wanted, self.names = "full", {}
         try:
             while True:
                 frame = await self._next()
@@ -34,18 +34,18 @@ class ViewStream:
                     yield frame
                 await asyncio.sleep(PERIOD_SECONDS)
         finally:
-            self._names = None
+            self.names = None
             self._say("none")
 
     def remember(self, request_id: str, name: str) -> None:
         """Keeps the name of a request that has ended here, because the frame with its end may still arrive."""
-        if self._names is not None and name:
-            self._names[request_id] = name
-            if len(self._names) > MOST_NAMES:
-                del self._names[next(iter(self._names))]
+        if self.names is not None and name:
+            self.names[request_id] = name
+            if len(self.names) > MOST_NAMES:
+                del self.names[next(iter(self.names))]
 
     def name(self, request_id: str) -> str | None:
-        return (self._names or {}).get(request_id)
+        return (self.names or {}).get(request_id)
 
     def push(self, frame: ViewFrame) -> None:
         if self._answer is None or self._answer.done():

@@ -7,6 +7,9 @@ There are no phases. A step has one token budget; sequences draw from it until e
     update      append sampled tokens, seal full blocks, end finished sequences; a preempted sequence keeps only its token
 
 Plans run in order on one stream, so blocks and rows freed here are reusable at once.
+
+A request in the base case passes through six methods: `add`, `schedule`, `_plan_running`, `_plan`, `update` and `_deliver`. Read these
+first, and skip every branch about beams, pins, turns (grammars), stages and several tokens per row: none is taken.
 """
 
 import time

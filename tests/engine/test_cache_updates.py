@@ -118,7 +118,7 @@ class Router:
         self.waited = self.waited or (wait and not self.commands)
         return [self.commands.pop(0)] if self.commands else []
 
-    def tell(self, body: object, name: str | None = None) -> None:
+    def send(self, body: object, name: str | None = None) -> None:
         if isinstance(body, Cached):
             self.told.append((name, body.change))
 

@@ -112,7 +112,7 @@ class Listener:
     def take(self, wait: bool, seconds: float | None) -> list[AddRequest]:
         return []
 
-    def publish(self, pulse: object) -> None:
+    def publish(self, status: object) -> None:
         pass
 
     def show(self, views: object) -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.interrupt import DeferredInterrupt
+from octavo.engine.batch import DeferredInterrupt
 from octavo.outputs import TextDelta
 from octavo.policy import scheduler
 

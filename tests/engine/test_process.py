@@ -23,7 +23,7 @@ from octavo.config import Debug
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import StatsLog
-from octavo.engine.router import LONGEST, RECENT, SHORTEST, Pace, Pulse, Router, stalled_for
+from octavo.engine.router import LONGEST, RECENT, SHORTEST, LoopStatus, Pace, Router, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
 from octavo.engine.wire import LARGE, Abort, Add, DownFrame, Ping, sliced
 from octavo.errors import ConfigError, LoadError
@@ -329,7 +329,7 @@ def test_logprobs_of_a_long_prompt_come_in_pieces_that_are_soon_read() -> None:
 
 def test_a_loop_that_slept_is_not_one_that_hangs() -> None:
     stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-    idle, busy = (Pulse(10.0, on, 5, 3, 1, stats) for on in (False, True))
+    idle, busy = (LoopStatus(10.0, on, 5, 3, 1, stats) for on in (False, True))
     assert stalled_for(idle, 0, 0.0, 400.0) == 0
     assert stalled_for(idle, 1, 399.5, 400.0) == 0.5, "a request has just come, after a long sleep"
     assert stalled_for(idle, 1, 20.0, 400.0) == 380, "it came long ago, and the loop never took it"
@@ -383,7 +383,7 @@ def test_an_engine_that_rests_gives_back_what_its_steps_freed(tmp_path: Path, mo
     router, stats = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug())), SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
     beats = [(True, 5, 9, 0), (False, 5, 1, 0), (False, 5, 9, 1), (False, 5, 9, 1), (False, 6, 1, 1), (False, 6, 9, 2)]
     for busy, steps, seconds, times in beats:
-        router.publish(Pulse(time.monotonic(), busy, steps, 0, 1, stats))
+        router.publish(LoopStatus(time.monotonic(), busy, steps, 0, 1, stats))
         router._given_back = router._given_back[0], time.monotonic() - seconds
         router._beat()
         assert len(given_back) == times

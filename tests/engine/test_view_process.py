@@ -136,7 +136,7 @@ class Mute:
     def show(self, views: list[tuple[str, ViewFrame]]) -> None:
         self.shown += [frame for _, frame in views]
 
-    def publish(self, pulse: object) -> None:
+    def publish(self, status: object) -> None:
         pass
 
     def give(self, deltas: object, refused: object, stats: object) -> None:

@@ -31,7 +31,7 @@ from octavo.server.body import Body, read_body, takes
 from octavo.server.generation import EventStream
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
-from octavo.server.siblings import Orders, Siblings
+from octavo.server.siblings import Siblings, SpawnConfig
 from octavo.server.state import Server
 from octavo.text.tokenizer import Tokenizer
 from tests.support.busy import compute
@@ -158,7 +158,7 @@ async def serve_stand_in(words: list[str]) -> int:
     app.ROUTERS = (*app.ROUTERS, stand_in_routes)
     server = Server(StandInLLM(pause=0.05), config, config.served_model_name or "stand-in")  # type: ignore[arg-type]
     listener = bind(config.host, config.port)
-    process = ApiProcess(server, listener, Siblings(Orders(EngineConfig(), config, "", ""), listener, server.observer.numbers))
+    process = ApiProcess(server, listener, Siblings(SpawnConfig(EngineConfig(), config, "", ""), listener, server.observer.numbers))
     server.llm.on_dead = process.fail  # type: ignore[attr-defined]
     return await process.run_to_end()
 
