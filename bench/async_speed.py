@@ -12,7 +12,8 @@ from pathlib import Path
 
 from octavo import log
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
+from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
 
 PROMPT = 16  # tokens
@@ -32,7 +33,7 @@ async def worst_lag(lags: list[float], every: float = 0.005) -> None:
 
 async def measure(llm: AsyncLLM, streams: int, count: int) -> str:
     async def one(number: int) -> int:
-        ask = Ask(None, [number % llm.facts.limits.vocab_size] * PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
+        ask = AddRequest("", [number % llm.facts.limits.vocab_size] * PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
         return sum([len(delta.token_ids) async for news in llm.generate(ask) for delta in news])
 
     assert llm.engine_pid is not None

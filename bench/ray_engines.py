@@ -19,8 +19,9 @@ from pathlib import Path
 
 from octavo import log
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
+from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
 
 SHAPE = {
@@ -54,7 +55,7 @@ async def read(llm: AsyncLLM, tokens: int) -> float:
     """Returns the seconds until all tokens of a request have come."""
     params, start = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False), time.perf_counter()
     count = 0
-    async for news in llm.generate(Ask(None, [1, 2, 3], params)):
+    async for news in llm.generate(AddRequest("", [1, 2, 3], params)):
         count += sum(len(delta.token_ids) for delta in news)
     assert count == tokens
     return time.perf_counter() - start

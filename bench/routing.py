@@ -21,13 +21,12 @@ from random import Random
 from typing import Literal
 
 from octavo.bench.traces import HASHED, Traced, read_trace
-from octavo.engine.cache_news import CacheNews
 from octavo.engine.core import EngineCore
+from octavo.engine.routing import CacheUpdates, Routing
 from octavo.messages import AddRequest, CacheChange, Delta, Limits, StepPlan, StepResult
 from octavo.policy.block_pool import BlockPool
 from octavo.policy.digests import Digests
 from octavo.policy.kv_manager import KVManager
-from octavo.policy.routing import Routing
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Kept, Masks, Promise
@@ -104,7 +103,7 @@ class Engine:
         longest = (machine.num_blocks - 1) * machine.block_size
         limits = Limits(machine.rows, machine.budget, longest, VOCAB, machine.num_blocks, machine.block_size)
         self.core = EngineCore(Scheduler(self.kv, limits), MadeUp(), depth=1)
-        self.news = CacheNews(self.kv.pool)
+        self.news = CacheUpdates(self.kv.pool)
         self.busy = False
 
     def step(self) -> tuple[float, list[Delta], CacheChange | None]:

@@ -18,7 +18,7 @@ from typing import Literal
 from octavo.bench.workload import text_ids, text_loads
 from octavo.config import Debug, EngineConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.view import EngineView
+from octavo.inspector.engine_view import EngineView
 from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, Limits
 from octavo.policy.block_pool import BlockPool
@@ -51,7 +51,8 @@ def fake_core() -> EngineCore:
 def fake_seconds(way: Way, clock: Callable[[], float] = time.process_time) -> float:
     """Returns the CPU seconds of a step. A step stands for one of 10 ms, so a frame is sent every ten steps."""
     core = fake_core()
-    view = None if way == "without" else EngineView(core)
+    view = None if way == "without" else EngineView(core.scheduler)
+    core.traces += [] if view is None else [view]
     if view is not None and way == "watched":
         view.ask("w", "full")
     steps, start = 0, clock()

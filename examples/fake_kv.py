@@ -19,8 +19,8 @@ from octavo.messages import AddRequest, Delta, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockPool
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
+from octavo.policy.request import Limits
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.fake_runner import FakeRunner, expected

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 from octavo import log
 from octavo.config import EngineConfig, log_level
-from octavo.engine.async_llm import Ask
 from octavo.engine.async_llm import AsyncLLM as Engines
-from octavo.engine.batch_inputs import spread_priority
+from octavo.engine.batch import spread_priority
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, RequestError
 from octavo.inputs import Prompt
 from octavo.loading.text_side import TextSide, open_text_side
-from octavo.messages import LifeRecord
+from octavo.messages import AddRequest, LifeRecord
 from octavo.outputs import CompletionOutput, RequestOutput, TextDelta
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text.grammar_text import check_limits
@@ -80,9 +79,9 @@ class AsyncLLM:
             raise RequestError("sampling_params must be SamplingParams", "sampling_params")
         inbox = self._requests[name] = _Inbox(params.output_kind is RequestOutputKind.FINAL_ONLY)
         try:
-            ask = await asyncio.to_thread(self._ask, prompt, params, priority, name)
-            answer = _Answer(name, ask)
-            inbox.feed = self._engine_thread.feed(ask, inbox)
+            text, request = await asyncio.to_thread(self._request, prompt, params, priority)
+            answer = _Answer(name, text, request)
+            inbox.feed = self._engine_thread.feed(request, name, inbox)
             while not answer.finished:
                 deltas = await inbox.take()
                 if deltas or inbox.aborted:
@@ -117,11 +116,11 @@ class AsyncLLM:
             raise EngineError("this AsyncLLM is shut down, or belongs to a process that this one was forked from")
         return self._thread
 
-    def _ask(self, prompt: Prompt, params: SamplingParams, priority: int, name: str) -> Ask:
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> tuple[str | None, AddRequest]:
         text, token_ids = self._encoder.encode(prompt, self._engine_thread.max_model_len)
         if params.structured_outputs is not None:
             check_limits(params.structured_outputs)
-        return Ask(text, token_ids, params, spread_priority(priority, 1)[0], label=name)
+        return text, AddRequest("", token_ids, params, spread_priority(priority, 1)[0])
 
 
 class _EngineThread:
@@ -144,9 +143,9 @@ class _EngineThread:
         """Whether it runs. In a forked process it does not."""
         return self._thread.is_alive()
 
-    def feed(self, ask: Ask, inbox: "_Inbox") -> "Future[None]":
+    def feed(self, request: AddRequest, name: str, inbox: "_Inbox") -> "Future[None]":
         """Sends a request to the engine. Cancelling what this returns aborts the request."""
-        return self._submit(self._feed(ask, inbox))
+        return self._submit(self._feed(request, name, inbox))
 
     def close(self) -> None:
         """Ends the engine process, open requests and the thread."""
@@ -166,13 +165,13 @@ class _EngineThread:
         await self._engines.start()
         return self._engines.facts.limits.max_model_len
 
-    async def _feed(self, ask: Ask, inbox: "_Inbox") -> None:
+    async def _feed(self, request: AddRequest, name: str, inbox: "_Inbox") -> None:
         assert self._engines is not None
         task = asyncio.current_task()
         assert task is not None
         self._feeds.add(task)
         try:
-            async with aclosing(self._engines.generate(ask)) as updates:
+            async with aclosing(self._engines.generate(request, label=name)) as updates:
                 async for deltas in updates:
                     inbox.put(deltas)
             inbox.end()
@@ -240,11 +239,11 @@ class _Inbox:
 class _Answer:
     """The outputs of a request: all so far, and from them what its reader gets."""
 
-    def __init__(self, name: str, ask: Ask) -> None:
-        self._only_new = ask.params.output_kind is RequestOutputKind.DELTA
-        self._logprobs = ask.params.logprobs is not None
-        samples = [self._empty(index) for index in range(ask.params.n)]
-        self._so_far = RequestOutput(name, ask.prompt, ask.prompt_token_ids, None, samples, False, 0, LifeRecord(time.monotonic()))
+    def __init__(self, name: str, prompt: str | None, request: AddRequest) -> None:
+        self._only_new = request.params.output_kind is RequestOutputKind.DELTA
+        self._logprobs = request.params.logprobs is not None
+        samples = [self._empty(index) for index in range(request.params.n)]
+        self._so_far = RequestOutput(name, prompt, request.prompt_token_ids, None, samples, False, 0, LifeRecord(time.monotonic()))
 
     @property
     def finished(self) -> bool:

@@ -10,27 +10,36 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
-from octavo.engine.batch_inputs import Encoded, each_of, prompt_named, spread, spread_priority
-from octavo.engine.batch_outputs import Reader, beam_output, numbered
+from octavo.engine.batch import (
+    DeferredInterrupt,
+    Encoded,
+    FairLock,
+    Reader,
+    beam_output,
+    each_of,
+    numbered,
+    prompt_named,
+    spread,
+    spread_priority,
+)
 from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
-from octavo.engine.output import OutputPump, to_request
+from octavo.engine.output import OutputProcessor, check_params
 from octavo.errors import EngineError, RequestError
-from octavo.fair_lock import FairLock
 from octavo.inputs import Conversation, Prompt, as_conversations, as_prompts
-from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
-from octavo.messages import Beams, PinOrder, SchedulerStats
+from octavo.messages import AddRequest, Beams, PinOrder, SchedulerStats
 from octavo.metrics import Metric, engine_metrics
 from octavo.outputs import BeamSearchOutput, PinnedPrefix, RequestOutput, TextDelta
-from octavo.policy.door import check_pin, no_such_prefix, prefix_in_use
 from octavo.policy.pins import COMPUTE
+from octavo.policy.request import check_pin, no_such_prefix, prefix_in_use
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
@@ -80,7 +89,7 @@ class LLM:
         self.sampling_defaults = text.sampling_defaults
         self.encoder = text.encoder
         self._engine: EngineCore | None = build_engine(config, text.source, text.model, debug, text.give_tokenizer)
-        self._outputs = OutputPump(self._tokenizer, self._engine.abort)
+        self._outputs = OutputProcessor(self._tokenizer, self._engine.abort)
         self._ids = map(str, itertools.count())
         self._prompt_tokens = 0  # of all requests
         self._process = os.getpid()
@@ -328,8 +337,9 @@ class LLM:
                     if words not in spelled:
                         spelled[words] = self.encoder.spellings(words)
                     text, token_ids = encoded[index]
-                    terms = priority[index], "", beams, pin
-                    request = to_request(request_id, token_ids, params[index], spelled[words], self.config, *terms)
+                    check_params(params[index], self.config)
+                    terms = copy(params[index]), priority[index], "", spelled[words]
+                    request = AddRequest(request_id, token_ids, *terms, beams=beams, pin=pin)
                     self._core.add(request)
                     self._prompt_tokens += len(token_ids)
                     self._outputs.add(request, text, reader)
@@ -373,7 +383,7 @@ class LLM:
             if self._engine is None:
                 raise EngineError("this LLM is closed: that happened while this call was under way")
             if self._engine.has_work:
-                self._outputs.give(self._engine.step())
+                self._outputs.process(self._engine.step())
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         """Ends and forgets requests in any state."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from octavo.cli.opening import DEFAULT_URL, add_server_word, open_remote, server_url
 from octavo.cli.top_picture import Line, figures_line, picture, plain
-from octavo.cli.top_watch import Watch
+from octavo.inspector.remote import Watch
 
 REDRAW_SECONDS = 0.25
 LINE_SECONDS = 1.0

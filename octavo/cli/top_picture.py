@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from octavo.cli.in_out import can_show
-from octavo.cli.top_watch import Watch
-from octavo.client.view import ViewState
 from octavo.errors import RemoteError
+from octavo.inspector.remote import Watch
+from octavo.inspector.state import ViewState
 
 Line = list[tuple[str, str]]  # pieces of text, each with the name of its style
 

@@ -4,7 +4,7 @@
     generate   checks a request and sends it to one engine; updates arrive once per step, become text and wait for their reader
     watch      sends heartbeats and checks the engines': an engine that is silent or stuck is as good as dead
 
-With several engines, `Placing` chooses the engine of a request. If that engine dies, the request continues in another one with all
+With several engines, a load balancer chooses the engine of a request. If that engine dies, the request continues in another one with all
 tokens received so far, and its reader sees a pause. With one engine, its death ends all open requests.
 """
 
@@ -13,26 +13,26 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import replace
 from functools import reduce
 
 from octavo.config import EngineConfig
-from octavo.engine.output import OutputPump, Stream, to_request
-from octavo.engine.pin_book import PinBook, PinEntry
-from octavo.engine.pin_keeper import PinKeeper
-from octavo.engine.placing import Placing, Trip
-from octavo.engine.process import Orders
+from octavo.engine.output import OutputProcessor, check_params
+from octavo.engine.pins import PinEntry, PinReconciler, PinRegistry
+from octavo.engine.process import SpawnConfig
 from octavo.engine.replica import RETRY_SECONDS, Replica, State
-from octavo.engine.supervisor import Serving, SocketFolder, lasting, orders_of
-from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCache, ViewFrame, frame_limit
+from octavo.engine.streams import LoadBalancer, Stream
+from octavo.engine.supervisor import Serving, SocketFolder, lasting, spawn_config_of
+from octavo.engine.wire import Abort, Add, Cached, Refused, ResetPrefixCache, Updates, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
+from octavo.inspector.frames import ViewFrame
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
-from octavo.messages import Beams, EngineFacts, PinOrder, SchedulerStats
+from octavo.messages import AddRequest, EngineFacts, PinOrder, SchedulerStats
 from octavo.outputs import TextDelta
-from octavo.policy.door import check_request
 from octavo.policy.pins import COMPUTE
-from octavo.sampling_params import SamplingParams
+from octavo.policy.request import check_request
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
@@ -40,29 +40,12 @@ TICK_SECONDS = 0.25
 MOST_LOSSES = 2  # a request that loses so many engines in a row without a token in between may be the cause
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One prompt, ready to be sent to the engine."""
-
-    prompt: str | None  # its text, if it has one
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0  # lower runs first, if scheduling_policy is priority
-    cache_salt: str = ""  # prompts with different salts share no blocks
-    timeout: float | None = None  # seconds; then DeadlineError
-    label: str = ""  # the name that watchers see
-    bad_words: list[list[int]] | None = None  # params.bad_words as token ids; None: not encoded yet
-    beams: Beams | None = None  # answer it by beam search
-    pin: PinOrder | None = None  # pin its blocks when it is computed
-    engine: int | None = None  # the only engine that it may go to
-
-
 class AsyncLLM:
     """Engines for one event loop. Call `start` first and `close` last."""
 
     def __init__(
         self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
-        address: str | None = None, text: TextSide | None = None, pins: PinBook | None = None,
+        address: str | None = None, text: TextSide | None = None, pins: PinRegistry | None = None,
     ) -> None:  # fmt: skip
         """`on_dead` is called with the reason if no engine will come back. `address`: of engines that another process supervises.
 
@@ -80,11 +63,11 @@ class AsyncLLM:
         self._folder = SocketFolder() if address is None else None
         self.address = address or self._folder.address  # type: ignore[union-attr]
         self.name = secrets.token_hex(4)  # this process's name on the engines' sockets, and the prefix of every request id
-        self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
+        self._outputs = OutputProcessor(text.tokenizer, self._abort_sample, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
-        self._placing = Placing(self._serving.engines, self._serving.routing, config.enable_prefix_caching)
-        self.pins = PinKeeper(pins or PinBook(), self.replicas, self._compute_pin, leads=self._folder is not None)
-        self._spelling = asyncio.Lock()
+        self._balancer = LoadBalancer(self._streams, self._serving.engines, self._serving.routing, config.enable_prefix_caching)
+        self.pins = PinReconciler(pins or PinRegistry(), self.replicas, self._compute_pin, leads=self._folder is not None)
+        self._decoding = asyncio.Lock()  # held by the reader whose turn it is to decode logprobs
         self._count = 0
         self._draining = self._broken = self._closed = False
 
@@ -146,11 +129,12 @@ class AsyncLLM:
         self._watching = lasting(self._watch(), self._fail_to_go_on)
         if self._folder is not None:
             self._digest_key = secrets.token_bytes(32)
-            self.replicas[0].supervise(self._orders(self.replicas[0]))
+            self.replicas[0].supervise(self._spawn_config(self.replicas[0]))
         await self._ready
 
-    def _orders(self, replica: Replica) -> Orders:
-        return orders_of(self._text, self.config, self._serving, replica.number, replica.address, self._digest_key, self.replicas[0].facts)
+    def _spawn_config(self, replica: Replica) -> SpawnConfig:
+        number, address, first = replica.number, replica.address, self.replicas[0].facts
+        return spawn_config_of(self._text, self.config, self._serving, number, address, self._digest_key, first)
 
     async def drain(self, seconds: float) -> int:
         """Accepts no new requests and waits for the open ones, for some time. Returns how many did not end."""
@@ -203,43 +187,47 @@ class AsyncLLM:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
+    async def generate(
+        self, request: AddRequest, timeout: float | None = None, label: str = "", engine: int | None = None
+    ) -> AsyncGenerator[list[TextDelta], None]:
         """Yields the updates since the last item, one delta for each sample that has any. Leaving the iteration aborts the request.
 
+        The request gets its id, its noise and its bad words as ids here. `timeout`: in seconds. `label`: the name that watchers see.
+        `engine`: the only one that it may go to.
         Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item if possible.
         """
-        stream, trip = self._register(ask)
+        stream = self._open(request, label, engine)
+        if timeout is not None:
+            error = DeadlineError(f"the request was not done after {timeout:g} s")
+            stream.timer = asyncio.get_running_loop().call_later(timeout, self._end, stream, error)
         try:
-            self._place(trip)
-            while news := await stream.take():
-                yield news
+            self._place(stream)
+            while updates := await stream.take():
+                yield updates
         finally:
             self._drop(stream)
 
     async def _compute_pin(self, entry: PinEntry, order: PinOrder, replica: Replica) -> None:
-        ask = Ask(None, entry.prompt_token_ids, COMPUTE, cache_salt=entry.cache_salt, label="pin", pin=order, engine=replica.number)
-        async with aclosing(self.generate(ask)) as news:
-            async for _ in news:
+        request = AddRequest("", entry.prompt_token_ids, COMPUTE, cache_salt=entry.cache_salt, pin=order)
+        async with aclosing(self.generate(request, label="pin", engine=replica.number)) as updates:
+            async for _ in updates:
                 pass
 
-    def _register(self, ask: Ask) -> tuple[Stream, Trip]:
+    def _open(self, request: AddRequest, label: str, engine: int | None) -> Stream:
         """Checks a request and opens its stream, before it is sent: an answer may come at once."""
         if self.state != "ready":
             raise UnavailableError(f"the engine is {self.state}", RETRY_SECONDS)
         self._count += 1
-        request_id = f"{self.name}-{self._count}"
-        words = self.encoder.spellings(ask.params.bad_words) if ask.bad_words is None else ask.bad_words
-        terms = ask.priority, ask.cache_salt, ask.beams, ask.pin
-        request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, *terms)
-        request.noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
+        params = request.params
+        words = request.bad_words or self.encoder.spellings(params.bad_words)
+        check_params(params, self.config)
+        noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
+        request = replace(request, request_id=f"{self.name}-{self._count}", params=copy(params), bad_words=words, noise=noise)
         check_request(request, self.facts.limits)
-        stream = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
-        self._outputs.add(request, ask.prompt, stream)
-        self._streams[request_id] = stream
-        if ask.timeout is not None:
-            error = DeadlineError(f"the request was not done after {ask.timeout:g} s")
-            stream.timer = asyncio.get_running_loop().call_later(ask.timeout, self._end, stream, error)
-        return stream, Trip(request, engine=ask.engine)
+        stream = Stream(request, self._text.tokenizer, self._decoding, label, engine)
+        self._outputs.add(request, None, stream)
+        self._streams[request.request_id] = stream
+        return stream
 
     def _end(self, stream: Stream, error: OctavoError) -> None:
         """Ends a request here and in the engine. Its reader gets the error."""
@@ -250,7 +238,8 @@ class AsyncLLM:
         """Forgets a request that has no reader any more."""
         del self._streams[stream.request_id]
         for replica in self.replicas:
-            replica.view.remember(stream.request_id, stream.label)
+            if replica.view.names is not None:  # somebody watches
+                replica.view.remember(stream.request_id, stream.label)
         if stream.timer is not None:
             stream.timer.cancel()
         self._abort(stream)
@@ -258,17 +247,19 @@ class AsyncLLM:
     def _abort(self, stream: Stream) -> None:
         self._outputs.drop(stream.request_id)
         if not stream.over:
-            self._send_abort(stream.request_id)
-        self._placing.done(stream.request_id)
+            self._send_abort(stream)
+        self._balancer.done(stream)
 
-    def _send_abort(self, request_id: str, index: int | None = None) -> None:
-        replica = self._placing.replica(request_id)
-        if replica is None or not replica.is_there:
+    def _abort_sample(self, request_id: str, index: int) -> None:
+        self._send_abort(self._streams[request_id], index)
+
+    def _send_abort(self, stream: Stream, index: int | None = None) -> None:
+        if stream.replica is None or not stream.replica.is_there:
             return  # no engine has it
         try:
-            replica.send(Abort(request_id, index))
+            stream.replica.send(Abort(stream.request_id, index))
         except UnavailableError:  # then the request ends there by itself
-            logger.debug("could not abort %s: the engine cannot be reached", request_id)
+            logger.debug("could not abort %s: the engine cannot be reached", stream.request_id)
 
     def _fail_all(self, error: OctavoError) -> None:
         for stream in self._streams.values():
@@ -277,95 +268,95 @@ class AsyncLLM:
     def _fail(self, stream: Stream, error: OctavoError) -> None:
         """Ends a request that no engine has any more."""
         self._outputs.drop(stream.request_id)
-        self._placing.done(stream.request_id)
+        self._balancer.done(stream)
         stream.fail(error)
 
     # --- requests that move ------------------------------------------------------------------------------------------
 
-    def _move(self, trip: Trip, reason: str) -> None:
+    def _move(self, stream: Stream, reason: str) -> None:
         """Lets a request that has lost its engine continue in another one."""
-        stream = self._streams.get(trip.request.request_id)
-        if stream is None or stream.over:
-            self._placing.done(trip.request.request_id)
+        if stream.over:
             return
-        trip.losses += 1
-        if trip.losses == MOST_LOSSES:
+        stream.losses += 1
+        if stream.losses == MOST_LOSSES:
             text = f"the request lost {MOST_LOSSES} engines in a row, and no token came between; the last one died: {reason}"
             self._fail(stream, EngineError(text, "engine_lost"))
             return
-        trip.resume(self._outputs.said(stream.request_id))
-        self._place(trip)
+        stream.resume(self._outputs.open_outputs(stream.request_id))
+        self._place(stream)
 
-    def _place(self, trip: Trip) -> None:
+    def _place(self, stream: Stream) -> None:
         """Sends a request to an engine. If there are several and none can be reached, the request waits here for the first that can."""
         unreachable = set[int]()
-        while replica := self._placing.choose(trip, self.replicas, unreachable | trip.full):
+        while replica := self._balancer.choose(stream, self.replicas, unreachable | stream.full):
             try:
-                replica.send(Add(trip.request, moved=trip.resumed > 0))
+                replica.send(Add(stream.request, moved=stream.resumed > 0))
             except UnavailableError:  # its death has not been noticed yet
                 if len(self.replicas) == 1:
                     raise
                 unreachable.add(replica.number)
             else:
-                self._placing.begin(trip, replica)
+                self._balancer.begin(stream, replica)
                 return
-        self._placing.park(trip)
+        stream.waits = True
 
-    def _find_room(self, request_id: str) -> bool:
+    def _find_room(self, stream: Stream) -> bool:
         """Sends a request that an engine has no room for to another one. Returns False if all engines have refused it."""
-        trip = self._placing.refused(request_id)
-        if len(trip.full) == len(self.replicas) or trip.engine is not None:
+        assert stream.replica is not None
+        stream.full.add(stream.replica.number)
+        self._balancer.done(stream)
+        if len(stream.full) == len(self.replicas) or stream.engine is not None:
             return False
-        self._place(trip)
+        self._place(stream)
         return True
 
     # --- messages of engines ---------------------------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica) -> None:
         assert replica.facts is not None
-        self._placing.meet(replica)
+        self._balancer.meet(replica)
         if self._folder is not None and len(self.replicas) > 1 and replica is self.replicas[0]:
             for other in self.replicas:
-                other.supervise(self._orders(other))
+                other.supervise(self._spawn_config(other))
         one_is_enough = self._folder is None or self._serving.routing == "first"
         if not self._ready.done() and (one_is_enough or all(each.is_ready for each in self.replicas)):
             self._ready.set_result(None)
 
-    def on_news(self, replica: Replica, news: News) -> None:
-        self._outputs.give(news.deltas if len(self.replicas) == 1 else self._placing.heard(replica, news.deltas))
+    def on_updates(self, replica: Replica, updates: Updates) -> None:
+        self._outputs.process(updates.deltas if len(self.replicas) == 1 else self._balancer.received(replica, updates.deltas))
 
     def on_refused(self, refused: Refused) -> None:
         stream = self._streams.get(refused.request_id)
         if stream is None:
             return
         if refused.kind == "overload":
-            if not self._find_room(refused.request_id):
+            if not self._find_room(stream):
                 self._fail(stream, OverloadError(refused.message, refused.retry_after))
         else:
             self._fail(stream, RequestError(refused.message, refused.param, refused.code))
 
     def on_cached(self, replica: Replica, cached: Cached) -> None:
-        self._placing.learn(replica, cached.change)
+        self._balancer.learn(replica, cached.change)
 
     def on_lost(self, replica: Replica) -> None:
         what = "a message between this process and the engine was lost"
-        for trip in self._placing.of(replica):
-            self._send_abort(trip.request.request_id)
-        for trip in self._placing.leave(replica):
+        for stream in self._balancer.of(replica):
+            self._send_abort(stream)
+        for stream in self._balancer.leave(replica):
             if len(self.replicas) == 1:
-                self._fail(self._streams[trip.request.request_id], EngineError(what))
+                self._fail(stream, EngineError(what))
             else:
-                self._move(trip, what)
+                self._move(stream, what)
 
     def on_down(self, replica: Replica, reason: str) -> None:
-        trips = self._placing.leave(replica)
+        streams = self._balancer.leave(replica)
         if len(self.replicas) == 1:
             self._fail_all(UnavailableError(f"the engine died: {reason}", RETRY_SECONDS, "engine_dead"))
             return
-        if trips:
-            logger.warning("Engine %d died with %d requests of this process, which go on elsewhere", replica.number, len(trips))
-        for trip in trips:
-            self._move(trip, reason)
+        if streams:
+            logger.warning("Engine %d died with %d requests of this process, which go on elsewhere", replica.number, len(streams))
+        for stream in streams:
+            self._move(stream, reason)
 
     def on_stays_dead(self, replica: Replica, error: OctavoError) -> None:
         if not self._ready.done() or all(each.stays_dead for each in self.replicas):
@@ -386,8 +377,8 @@ class AsyncLLM:
             for replica in self.replicas:  # if this process itself was stopped, it could not receive heartbeats
                 replica.check(slept if slept > TICK_SECONDS + 1 else 0.0)
             await asyncio.sleep(TICK_SECONDS)
-            for trip in self._placing.waiting():
-                self._place(trip)
+            for stream in self._balancer.waiting():
+                self._place(stream)
             self._keep_folder()
             self.pins.check()
             slept, last = time.monotonic() - last, time.monotonic()

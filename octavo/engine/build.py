@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.grammar import Grammars
-from octavo.engine.trace import open_trace
+from octavo.engine.trace import StepTrace
 from octavo.errors import LoadError, OctavoError
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import dummy_shape, shape_of
@@ -93,15 +93,17 @@ def build_engine(
         `tokenizer` is called when the first request with a grammar arrives; without it, such requests are refused.
         `epoch` counts the starts of this engine. `on_lost` is called in another thread if the engine loses a rank and cannot continue.
     """
-    trace = open_trace(config.trace, goes_on=epoch > 1)
+    trace = None if config.trace is None else StepTrace(config.trace, goes_on=epoch > 1)
     fake = debug.runner == "fake"
     if fake:
         started = _start_fake(config, source, model, debug, share)
     else:
         started = _start_model(config, source, model, debug, on_lost, share)
     core = assemble(started, model, debug, tokenizer, share.clock())
-    core.trace, core.roster, core.weights = trace, started.roster, started.weights
-    trace.follow(started.roster)
+    core.roster, core.weights = started.roster, started.weights
+    if trace is not None:
+        core.traces.append(trace)
+        trace.follow(started.roster)
     return core
 
 

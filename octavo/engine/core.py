@@ -12,7 +12,7 @@ are in flight as there are stages, and no sequence is in two of them.
 from collections import deque
 
 from octavo.engine.grammar import Grammars
-from octavo.engine.trace import NoTrace, Trace
+from octavo.engine.trace import Trace
 from octavo.errors import RankLost, VerifyError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, StepPlan, StepResult
@@ -26,7 +26,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, check: bool = False, grammars: Grammars | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.trace: Trace = NoTrace()
+        self.traces: list[Trace] = []  # whoever follows the steps
         self.roster = Roster()
         self.weights = b""  # identifies the weights; empty: there are none
         self.grammars = grammars or Grammars(None, 0, ())
@@ -34,11 +34,11 @@ class EngineCore:
         self._depth = depth if self._stages == 1 else 1
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
-        self._news: list[Delta] = []  # not returned yet
+        self._updates: list[Delta] = []  # not returned yet
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._launched or self._news)
+        return bool(self.scheduler.requests or self._launched or self._updates)
 
     def add(self, request: AddRequest) -> None:
         self.grammars.check(request.params)
@@ -48,37 +48,38 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
         ended = self.scheduler.abort(request_id, index)
         if not self.scheduler.requests:
-            self.trace.rest(self.scheduler)
+            for trace in self.traces:
+                trace.rest(self.scheduler)
         return ended
 
     def unpin(self, pin_id: str) -> None:
         """Ends a pinned prefix. Requests that still compute it end with the updates of the next step."""
         for request_id in self.scheduler.pins.release(pin_id):
-            self._news += self.abort(request_id)
+            self._updates += self.abort(request_id)
 
     def step(self) -> list[Delta]:
         """Runs one step and returns its updates. If a step raises, its updates are returned by the next step."""
-        self._news += self.grammars.collect(self.scheduler)
+        self._updates += self.grammars.collect(self.scheduler)
         if not self._launched and self.grammars.must_wait(self.scheduler):
             self.grammars.nap()
             return self._given_out()
-        trace = self.trace
-        trace.begin()
+        for trace in self.traces:
+            trace.begin()
         plan = self.scheduler.schedule()
         self.scheduler.stats.count_step(sum(plan.num_query))
-        trace.mark("schedule")
+        self._mark("schedule")
         try:
             if plan.is_empty:
                 self._settle(max(0, len(self._launched) - 1))
                 self._take(self.scheduler.update(plan, StepResult(plan.step, [])))
             else:
                 self.executor.forward(plan)
-                trace.mark("forward")
+                self._mark("forward")
                 self._settle(self._stages - 1)
                 masks, ends = self.grammars.fill(self.scheduler, plan)
-                self._news += ends
+                self._updates += ends
                 self._launched.append((plan, self.executor.sample(masks)))
-                trace.mark("sample")
+                self._mark("sample")
         except RankLost as error:
             self._lose(plan, error)
             raise
@@ -90,20 +91,26 @@ class EngineCore:
             self._fail(plan, error)
         if self._depth == 1:
             self._settle(self._stages - 1)
-        trace.end(plan, self.scheduler)
+        for trace in self.traces:
+            trace.end(plan, self.scheduler)
         if self._check:
             invariants.check(self.scheduler)
         return self._given_out()
 
+    def _mark(self, name: str) -> None:
+        for trace in self.traces:
+            trace.mark(name)
+
     def _given_out(self) -> list[Delta]:
-        news, self._news = self._news, []
-        return news
+        deltas, self._updates = self._updates, []
+        return deltas
 
     def close(self) -> None:
         try:
             self.executor.stop()  # first, because ranks report their last steps when they end
         finally:
-            self.trace.close()
+            for trace in self.traces:
+                trace.close()
 
     def _settle(self, kept: int) -> None:
         """Processes the results of launched steps, oldest first, until only the given number is left."""
@@ -111,7 +118,7 @@ class EngineCore:
             plan, promise = self._launched.popleft()
             try:
                 result = promise.result()
-                self.trace.mark("wait")
+                self._mark("wait")
                 assert result.step == plan.step, f"result of step {result.step} where that of {plan.step} was due"
             except RankLost as error:
                 self._lose(plan, error)
@@ -120,7 +127,7 @@ class EngineCore:
                 self._fail(plan, error)
             else:
                 self._take(self.scheduler.update(plan, result))
-                self.trace.mark("update")
+                self._mark("update")
 
     def _lose(self, plan: StepPlan, error: RankLost) -> None:
         """Handles the loss of the model: neither this plan nor the plans in flight will have a result."""
@@ -134,4 +141,4 @@ class EngineCore:
         self._take(self.scheduler.fail(plan, f"the engine failed in this step: {error}"))
 
     def _take(self, deltas: list[Delta]) -> None:
-        self._news += self.grammars.advance(self.scheduler, deltas)
+        self._updates += self.grammars.advance(self.scheduler, deltas)

@@ -4,53 +4,52 @@
     matched:    the text is cut before the match, usage counts up to the token that completed it, and the engine aborts the sample
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable
-from copy import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from octavo.config import EngineConfig
-from octavo.errors import EngineError, OctavoError, RequestError, UnavailableError
-from octavo.messages import AddRequest, Beams, Delta, LifeRecord, PinOrder, PromptPiece, TokenLogprobs
+from octavo.errors import RequestError
+from octavo.messages import AddRequest, Delta, LifeRecord, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
 from octavo.sampling_params import SamplingParams
-from octavo.text.detokenizer import IncrementalDetokenizer, shown_tail
-from octavo.text.stop_strings import StopSearch, StopStrings
+from octavo.text.detokenizer import IncrementalDetokenizer, StopSearch, StopStrings, shown_tail
 from octavo.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class Processed:
-    """Updates for clients, completed requests, and samples that the engine should abort."""
+class Reader(Protocol):
+    """The reader of one request, or of several."""
 
-    deltas: list[TextDelta] = field(default_factory=list)
-    finished: list[RequestOutput] = field(default_factory=list)
-    aborts: list[tuple[str, int]] = field(default_factory=list)
+    def push(self, delta: TextDelta) -> None: ...
+
+    def finish(self, output: RequestOutput) -> None:
+        """Takes the whole output. No further output of this request follows."""
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
+    """Passes the engine's deltas to the readers of its requests, as text, and aborts samples that ended in a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, abort: Callable[[str, int], object], keep_logprobs: bool = True) -> None:
         """Without `keep_logprobs`, only deltas have logprobs, and the reader decodes their ids."""
         self._tokenizer = tokenizer
+        self._abort = abort
         self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
 
-    def add(self, request: AddRequest, prompt: str | None) -> None:
-        self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer, self._keep_logprobs)
+    def add(self, request: AddRequest, prompt: str | None, reader: Reader) -> None:
+        self._requests[request.request_id] = _RequestState(request, prompt, reader, self._tokenizer, self._keep_logprobs)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request whose output is no longer wanted."""
+        """Forgets a request whose output is no longer wanted, and its reader."""
         self._requests.pop(request_id, None)
 
-    def said(self, request_id: str) -> dict[int, list[int]]:
+    def open_outputs(self, request_id: str) -> dict[int, list[int]]:
         """Returns the tokens so far of each sample that has not ended."""
         outputs = [sample.output for sample in self._requests[request_id].samples]
         return {output.index: output.token_ids.copy() for output in outputs if output.finish_reason is None}
 
-    def process(self, deltas: list[Delta]) -> Processed:
-        processed = Processed()
+    def process(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             state = self._requests.get(delta.request_id)
             if state is None:
@@ -62,67 +61,26 @@ class OutputProcessor:
             sample = state.samples[delta.index]
             if sample.output.finish_reason is not None:
                 continue  # it matched a stop string before the engine was informed
-            news = sample.take(delta)
-            processed.deltas.append(news)
-            if delta.life or news.finish_reason is not None:
-                news.life = state.life
+            update = sample.take(delta)
+            if delta.life or update.finish_reason is not None:
+                update.life = state.life
             if state.prompt_logprobs_due and delta.token_ids:  # a token follows the whole prompt
-                news.prompt_logprobs, state.prompt_logprobs_due = state.prompt_logprobs, False
-            if news.finish_reason is None:
-                continue
-            if delta.finish_reason is None:
-                processed.aborts.append((delta.request_id, delta.index))
-            if state.finished:
-                processed.finished.append(state.output())
+                update.prompt_logprobs, state.prompt_logprobs_due = state.prompt_logprobs, False
+            if update.finish_reason is not None and delta.finish_reason is None:
+                self._abort(delta.request_id, delta.index)
+            state.reader.push(update)
+            if update.finish_reason is not None and state.finished:
                 del self._requests[delta.request_id]
-        return processed
-
-
-class Reader(Protocol):
-    """The reader of one request."""
-
-    def push(self, delta: TextDelta) -> None: ...
-
-    def finish(self, output: RequestOutput) -> None:
-        """Takes the whole output. No further output of this request follows."""
-
-
-class OutputPump:
-    """Passes the engine's deltas to the readers of its requests, as text, and aborts samples that ended in a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, abort: Callable[[str, int], object], keep_logprobs: bool = True) -> None:
-        self._processor = OutputProcessor(tokenizer, keep_logprobs)
-        self._abort = abort
-        self._readers: dict[str, Reader] = {}
-
-    def add(self, request: AddRequest, prompt: str | None, reader: Reader) -> None:
-        self._processor.add(request, prompt)
-        self._readers[request.request_id] = reader
-
-    def drop(self, request_id: str) -> None:
-        """Forgets a request whose output is no longer wanted, and its reader."""
-        self._processor.drop(request_id)
-        self._readers.pop(request_id, None)
-
-    def said(self, request_id: str) -> dict[int, list[int]]:
-        return self._processor.said(request_id)
-
-    def give(self, deltas: list[Delta]) -> None:
-        processed = self._processor.process(deltas)
-        for request_id, index in processed.aborts:
-            self._abort(request_id, index)
-        for delta in processed.deltas:
-            self._readers[delta.request_id].push(delta)
-        for output in processed.finished:
-            if output.metrics.finished is None:  # a stop string was found here; all processes share this clock
-                output.metrics.finished = time.monotonic()
-            self._readers.pop(output.request_id).finish(output)
+                if state.life.finished is None:  # a stop string was found here; all processes share this clock
+                    state.life.finished = time.monotonic()
+                state.reader.finish(state.output())
 
 
 class _RequestState:
-    def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None, keep_logprobs: bool) -> None:
+    def __init__(self, request: AddRequest, prompt: str | None, reader: Reader, tokenizer: Tokenizer | None, keep_logprobs: bool) -> None:
         self.request = request
         self.prompt = prompt
+        self.reader = reader
         self.tokenizer = tokenizer
         self.life = LifeRecord(0.0)
         self.prompt_logprobs: list[TokenChoices | None] | None = None
@@ -191,29 +149,29 @@ class _Sample:
             if delta.logprobs is not None and self.keep_logprobs:
                 self._add_logprobs(token, delta.logprobs[position])
             if self.detokenizer is not None and not ends_here and self._add_text(self.detokenizer.push([token])):
-                return self._news(before, delta.logprobs)
+                return self._update(before, delta.logprobs)
         if delta.finish_reason is not None:
             self.output.finish_reason = delta.finish_reason
             self.output.stop_reason = delta.stop_reason if delta.error is None else delta.error
             if self.detokenizer is not None:
                 self._add_text(self.detokenizer.flush())
-        return self._news(before, delta.logprobs)
+        return self._update(before, delta.logprobs)
 
-    def _news(self, before: int, found: list[TokenLogprobs] | None) -> TextDelta:
+    def _update(self, before: int, found: list[TokenLogprobs] | None) -> TextDelta:
         output = self.output
         end = len(output.text)
         if self.search is not None and output.finish_reason is None:
             end -= self.search.held_back
         text, self.shown = output.text[self.shown : end], max(self.shown, end)
         kind = TextDelta if self.keep_logprobs or output.logprobs is None else UnspelledDelta
-        news = kind(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
-        if isinstance(news, UnspelledDelta):
-            news.found = (found or [])[: len(news.token_ids)]
+        update = kind(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
+        if isinstance(update, UnspelledDelta):
+            update.found = (found or [])[: len(update.token_ids)]
         elif output.logprobs is not None:
-            news.logprobs = output.logprobs[before:]
+            update.logprobs = output.logprobs[before:]
         if output.finish_reason == "error":
-            news.error, news.code = self.error, self.code
-        return news
+            update.error, update.code = self.error, self.code
+        return update
 
     def _add_text(self, text: str) -> bool:
         """Returns whether the text now contains a stop string; if so, cuts the text there and finishes the sample."""
@@ -261,140 +219,10 @@ class UnspelledDelta(TextDelta):
         self.logprobs = [_choices(token, logprobs, tokenizer) for token, logprobs in zip(self.token_ids, self.found, strict=True)]
 
 
-# -- updates for one reader
-
-TURN_LOGPROBS = 16  # deltas with logprobs that are decoded before other readers get a turn: about 0.2 ms each
-
-
-class Stream:
-    """Updates of one request, which wait here until they are read. If the reader is slow, they are merged.
-
-    Logprobs take ten times as long as text. Their readers decode them one after another, so that other updates do not wait for all of
-    them.
-    """
-
-    __slots__ = ("_error", "_finished", "_loop", "_news", "_spelling", "_tokenizer", "_waiter", "label", "request_id", "timer")
-
-    def __init__(self, request_id: str, tokenizer: Tokenizer | None, spelling: asyncio.Lock, label: str = "") -> None:
-        """`spelling` is held by the reader whose turn it is to decode logprobs."""
-        self.request_id = request_id
-        self._tokenizer = tokenizer
-        self._spelling = spelling
-        self.label = label
-        self.timer: asyncio.TimerHandle | None = None  # of the request's deadline
-        self._loop = asyncio.get_running_loop()
-        self._news: list[TextDelta] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._finished = False
-        self._error: OctavoError | None = None
-
-    @property
-    def over(self) -> bool:
-        """Returns whether no more updates will come."""
-        return self._finished or self._error is not None
-
-    def push(self, delta: TextDelta) -> None:
-        if delta.finish_reason == "error":
-            self.fail(error_of(delta))
-            return
-        self._news.append(delta)
-        self._wake()
-
-    def finish(self, output: RequestOutput) -> None:
-        self._finished = True
-        self._wake()
-
-    def fail(self, error: OctavoError) -> None:
-        """Ends the stream with an error. Updates that came before it are read first."""
-        self._error = self._error or error
-        self._wake()
-
-    async def take(self) -> list[TextDelta]:
-        """Waits for updates and returns them, or nothing at the end."""
-        while not (self._news or self.over):
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._news and isinstance(self._news[0], UnspelledDelta):
-            return await self._take_spelled()
-        news, self._news = self._news, []
-        if not news and self._error is not None:
-            raise self._error
-        return news if len(news) < 2 else merged(news)
-
-    async def _take_spelled(self) -> list[TextDelta]:
-        async with self._spelling:
-            await asyncio.sleep(0)
-            news, self._news = self._news[:TURN_LOGPROBS], self._news[TURN_LOGPROBS:]
-            deltas = merged(news)
-            for delta in deltas:
-                if isinstance(delta, UnspelledDelta):
-                    delta.spell(self._tokenizer)
-            return deltas
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def error_of(delta: TextDelta) -> OctavoError:
-    message = delta.error or "the engine failed"
-    if delta.code in ("queue_timeout", "grammar_busy"):
-        return UnavailableError(message, retry_after=1, code=delta.code)
-    if delta.code == "grammar_error":
-        return RequestError(message, "structured_outputs", delta.code)
-    return EngineError(message, delta.code)
-
-
-def merged(news: Iterable[TextDelta]) -> list[TextDelta]:
-    """Returns one delta per sample, in the order in which the samples began."""
-    by_sample: dict[int, list[TextDelta]] = {}
-    for delta in news:
-        by_sample.setdefault(delta.index, []).append(delta)
-    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_sample.values()]
-
-
-def _joined(parts: list[TextDelta]) -> TextDelta:
-    last = parts[-1]
-    lives = [part.life for part in parts if part.life is not None]
-    prompts = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
-    joined = type(last)(
-        request_id=last.request_id,
-        index=last.index,
-        text="".join([part.text for part in parts]),
-        token_ids=[token for part in parts for token in part.token_ids],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        life=lives[-1] if lives else None,
-        prompt_logprobs=prompts[0] if prompts else None,
-        error=last.error,
-        code=last.code,
-    )
-    if isinstance(joined, UnspelledDelta):
-        joined.found = [found for part in parts if isinstance(part, UnspelledDelta) for found in part.found]
-    return joined
-
-
-# -- requests
-
-
-def to_request(
-    request_id: str,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    bad_words: list[list[int]],
-    config: EngineConfig,
-    priority: int = 0,
-    cache_salt: str = "",
-    beams: Beams | None = None,
-    pin: PinOrder | None = None,
-) -> AddRequest:
-    """Returns a request with its own copy of `params`, after the checks that only the text side can make. `bad_words`: ids."""
+def check_params(params: SamplingParams, config: EngineConfig) -> None:
+    """Refuses parameters that the text side cannot answer. The engine checks the others (`check_request`)."""
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None and value > config.max_logprobs:
             raise RequestError(f"{name} is {value}, max_logprobs is {config.max_logprobs}", name)
     if params.stop and config.skip_tokenizer_init:
         raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-    return AddRequest(request_id, prompt_token_ids, copy(params), priority, cache_salt, bad_words, beams=beams, pin=pin)

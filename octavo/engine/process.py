@@ -24,14 +24,14 @@ from octavo import errors, log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.build import Share, build_engine
-from octavo.engine.cache_news import CacheNews
 from octavo.engine.core import EngineCore
-from octavo.engine.router import BROKEN, Command, Gone, Met, Pulse, Router, Watching
-from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
+from octavo.engine.router import BROKEN, Command, Gone, LoopStatus, Met, Router, Watching
+from octavo.engine.routing import CacheUpdates
+from octavo.engine.stall_watch import StallWatch
 from octavo.engine.trace import numbered
-from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Cached, Pinned, Refused, ResetPrefixCache, Unpin, frame_limit
 from octavo.errors import ConfigError, EngineError, LoadError, OctavoError, RequestError
+from octavo.inspector.engine_view import EngineView, NoView
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
 from octavo.log import logger
@@ -45,7 +45,7 @@ CACHE_SECONDS = 0.1  # between two messages about the cache and pin hits while t
 SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the router's thread
 
 
-class Orders(Struct, frozen=True):
+class SpawnConfig(Struct, frozen=True):
     """The configuration of an engine process."""
 
     config: EngineConfig
@@ -95,65 +95,69 @@ class Loop:
 
     def __init__(
         self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float,
-        cache_news: CacheNews | None = None,
+        cache_updates: CacheUpdates | None = None,
     ) -> None:  # fmt: skip
-        """`cache_news`: cache updates for clients that choose between several engines."""
+        """`cache_updates`: cache updates for clients that choose between several engines."""
         self._core = core
         self._router = router
         self._queue_timeout = queue_timeout
         self._step_seconds = step_seconds
         self._next_step = 0.0  # the next step starts no earlier
         self._view = view
-        self._cache_news = cache_news
-        self._cache_told_at = 0.0
-        self._pins_told = 0, 0  # their version and number of hits
+        self._cache_updates = cache_updates
+        self._cache_sent_at = 0.0
+        self._pins_sent = 0, 0  # their version and number of hits
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
-    def run(self, watch: Watch) -> None:
+    def run(self, watch: StallWatch | None) -> None:
         while True:
-            watch.begin()
+            if watch is not None:
+                watch.begin()
             self.turn()
-            watch.end()
+            if watch is not None:
+                watch.end()
 
     def turn(self) -> None:
         """Waits if there is nothing to do; otherwise runs one step."""
         core, scheduler = self._core, self._core.scheduler
         self._keep_pace()
         idle = not core.has_work
-        waits = idle and not (self._cache_news is not None and self._cache_news.is_behind)
-        refused = [refusal for command in self._router.take(waits, scheduler.pins.seconds_left()) if (refusal := self._obey(command))]
-        scheduler.pins.expire()
-        self._router.publish(self.pulse(busy=True))
+        waits = idle and not (self._cache_updates is not None and self._cache_updates.is_behind)
+        seconds = scheduler.pins.seconds_left() if scheduler.kv.pool.pinned else None
+        refused = [refusal for command in self._router.take(waits, seconds) if (refusal := self._obey(command))]
+        if scheduler.kv.pool.pinned:
+            scheduler.pins.expire()
+        self._router.publish(self.status(busy=True))
         if idle and core.has_work:
             self._router.show(self._view.frames(busy=False))  # the step may be long, and nothing can be sent before its end
         deltas = self._step() if core.has_work else []
         if self._queue_timeout is not None:
             deltas += scheduler.expire(self._queue_timeout)
-        pulse = self.pulse(core.has_work)
-        self._router.publish(pulse)
-        self._tell_clients(pulse)  # before the ends of the requests that the update is about
-        self._router.give(_settled(deltas), refused, pulse.stats)
-        self._router.show(self._view.frames(pulse.busy))
-        self._log.turn(pulse.stats)
+        status = self.status(core.has_work)
+        self._router.publish(status)
+        self._inform_clients(status)  # before the ends of the requests that the update is about
+        self._router.give(_settled(deltas), refused, status.stats)
+        self._router.show(self._view.frames(status.busy))
+        self._log.turn(status.stats)
 
-    def _tell_clients(self, pulse: Pulse) -> None:
+    def _inform_clients(self, status: LoopStatus) -> None:
         """Sends clients the cache updates, at intervals and before the loop waits, and changes of pinned prefixes at once.
 
         A new client gets a part of what is cached in each turn.
         """
-        pins, told = self._core.scheduler.pins, self._pins_told
-        due = not pulse.busy or pulse.at >= self._cache_told_at + CACHE_SECONDS
-        if pins.version != told[0] or (due and pulse.stats.pin_hits != told[1]):
-            self._pins_told = pins.version, pulse.stats.pin_hits
-            self._router.tell(Pinned(pins.told()))
-        if self._cache_news is not None and (part := self._cache_news.next_part()) is not None:
-            self._router.tell(Cached(part[1]), part[0])
+        pins, sent = self._core.scheduler.pins, self._pins_sent
+        due = not status.busy or status.at >= self._cache_sent_at + CACHE_SECONDS
+        if pins.version != sent[0] or (due and status.stats.pin_hits != sent[1]):
+            self._pins_sent = pins.version, status.stats.pin_hits
+            self._router.send(Pinned(pins.told()))
+        if self._cache_updates is not None and (part := self._cache_updates.next_part()) is not None:
+            self._router.send(Cached(part[1]), part[0])
         if not due:
             return
-        self._cache_told_at = pulse.at
-        if self._cache_news is not None and (change := self._cache_news.take()) is not None:
-            self._router.tell(Cached(change))
+        self._cache_sent_at = status.at
+        if self._cache_updates is not None and (change := self._cache_updates.take()) is not None:
+            self._router.send(Cached(change))
 
     def _keep_pace(self) -> None:
         """Waits before commands are taken rather than after, so that a watcher who connects meanwhile sees every step."""
@@ -164,9 +168,9 @@ class Loop:
         self._next_step = time.monotonic() + self._step_seconds
         return self._core.step()
 
-    def pulse(self, busy: bool) -> Pulse:
+    def status(self, busy: bool) -> LoopStatus:
         scheduler = self._core.scheduler
-        return Pulse(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.rows.free), scheduler.snapshot())
+        return LoopStatus(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.rows.free), scheduler.snapshot())
 
     def _obey(self, command: Command) -> Refused | None:
         core = self._core
@@ -186,12 +190,12 @@ class Loop:
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
             self._view.ask(command.name, "none")
-            if self._cache_news is not None:
-                self._cache_news.drop(command.name)
+            if self._cache_updates is not None:
+                self._cache_updates.drop(command.name)
         elif isinstance(command, Met):
-            self._router.tell(Pinned(core.scheduler.pins.told()), command.name)
-            if self._cache_news is not None:
-                self._cache_news.add(command.name)
+            self._router.send(Pinned(core.scheduler.pins.told()), command.name)
+            if self._cache_updates is not None:
+                self._cache_updates.add(command.name)
         elif isinstance(command, Watching):
             self._view.ask(command.name, command.wanted)
         return None
@@ -205,30 +209,33 @@ def _settled(deltas: list[Delta]) -> list[Delta]:
     return deltas
 
 
-def serve(orders: Orders) -> None:
+def serve(spawn: SpawnConfig) -> None:
     """Runs forever. Raises if the engine cannot start or continue."""
     debug = debug_from_environment()
-    source = ModelSource(Path(orders.path), orders.kind, orders.name, orders.config.hf_overrides)
-    model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
-    limit = frame_limit(orders.config, model)
-    router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno(), far=orders.far)
+    source = ModelSource(Path(spawn.path), spawn.kind, spawn.name, spawn.config.hf_overrides)
+    model = replace(load_model_config(source), eos_token_ids=spawn.end_ids)
+    limit = frame_limit(spawn.config, model)
+    router = Router(spawn.address, spawn.epoch, spawn.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno(), far=spawn.far)
     router.start()
-    tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
-    share = Share(orders.memory_share, orders.digest_key, orders.weights, orders.clock_ahead)
-    config = orders.config
-    if config.trace is not None and orders.engines > 1:
-        config = replace(config, trace=numbered(config.trace, orders.number))
-    core = build_engine(config, source, model, debug, tokenizer, orders.epoch, on_lost=_end, share=share)
-    view = EngineView(core) if orders.inspector else NoView()
+    tokenizer = None if spawn.config.skip_tokenizer_init else partial(load_tokenizer, source)
+    share = Share(spawn.memory_share, spawn.digest_key, spawn.weights, spawn.clock_ahead)
+    config = spawn.config
+    if config.trace is not None and spawn.engines > 1:
+        config = replace(config, trace=numbered(config.trace, spawn.number))
+    core = build_engine(config, source, model, debug, tokenizer, spawn.epoch, on_lost=_end, share=share)
+    view: EngineView | NoView = NoView()
+    if spawn.inspector:
+        view = EngineView(core.scheduler)
+        core.traces.append(view)
     kv = core.scheduler.kv
-    cache_news = CacheNews(kv.pool) if orders.engines > 1 else None
-    loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds, cache_news)
+    cache_updates = CacheUpdates(kv.pool) if spawn.engines > 1 else None
+    loop = Loop(core, router, spawn.queue_timeout, view, spawn.step_seconds, cache_updates)
     limits, digests = core.scheduler.limits, kv.digests
-    facts = EngineFacts(source.name, orders.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights)
-    router.ready(facts, loop.pulse(busy=False), core.roster.numbers)
+    facts = EngineFacts(source.name, spawn.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights)
+    router.ready(facts, loop.status(busy=False), core.roster.numbers)
     gc.freeze()  # what is allocated now stays, so the collector need not visit it again
     try:
-        loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
+        loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else None)
     except Exception as error:
         raise LoopBroke from error
 
@@ -247,16 +254,16 @@ def main(parent: int) -> None:
     run_child(parent, _serve_on_share)
 
 
-def _serve_on_share(orders: Orders) -> None:
+def _serve_on_share(spawn: SpawnConfig) -> None:
     """Runs on this engine's share of the cores and GPUs, if other engines have the rest. Ray assigns GPUs itself."""
-    if orders.on_host > 1:
-        keep_to(share_of_cpus(orders.place, orders.on_host, allowed_cpus()))
-    if orders.engines > 1 and not orders.far and orders.config.device != "cpu":
-        take_gpus(orders.number, orders.engines, orders.config.num_ranks)
-    serve(orders)
+    if spawn.on_host > 1:
+        keep_to(share_of_cpus(spawn.place, spawn.on_host, allowed_cpus()))
+    if spawn.engines > 1 and not spawn.far and spawn.config.device != "cpu":
+        take_gpus(spawn.number, spawn.engines, spawn.config.num_ranks)
+    serve(spawn)
 
 
-def run_child(parent: int, work: Callable[[Orders], None]) -> None:
+def run_child(parent: int, work: Callable[[SpawnConfig], None]) -> None:
     """Runs a process that has its configuration from `parent`, and reports why it ended. Does not return."""
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a server; the parent decides what they mean
@@ -265,9 +272,9 @@ def run_child(parent: int, work: Callable[[Orders], None]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that output of libraries is not taken for the reason
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
-        log.setup(orders.log_level, orders.log_format, orders.number if orders.engines > 1 else None)
-        work(orders)
+        spawn = msgspec.json.decode(sys.stdin.buffer.readline(), type=SpawnConfig)
+        log.setup(spawn.log_level, spawn.log_format, spawn.number if spawn.engines > 1 else None)
+        work(spawn)
     except LoopBroke as error:
         log.logger.error("the engine failed", exc_info=error.__cause__)
         code = BROKEN
@@ -289,16 +296,16 @@ STATS_SECONDS = 10.0
 class StatsLog:
     def __init__(self, stats: SchedulerStats, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told, self._told_at = copy(stats), clock()
+        self._logged, self._logged_at = copy(stats), clock()
 
     def turn(self, stats: SchedulerStats) -> None:
         """Logs if it is time. Called between steps, and when the engine has work again."""
         now = self._clock()
-        if now - self._told_at < STATS_SECONDS:
+        if now - self._logged_at < STATS_SECONDS:
             return
-        if stats.generation_tokens + stats.prompt_tokens > self._told.generation_tokens + self._told.prompt_tokens:
-            logger.info(_line(self._told, stats, now - self._told_at))
-        self._told, self._told_at = copy(stats), now
+        if stats.generation_tokens + stats.prompt_tokens > self._logged.generation_tokens + self._logged.prompt_tokens:
+            logger.info(_line(self._logged, stats, now - self._logged_at))
+        self._logged, self._logged_at = copy(stats), now
 
 
 def _line(before: SchedulerStats, now: SchedulerStats, seconds: float) -> str:

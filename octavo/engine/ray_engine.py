@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from octavo.config import passed_on
-from octavo.engine.process import Orders, Reason, run_child
+from octavo.engine.process import Reason, SpawnConfig, run_child
 from octavo.engine.ray_host import Begin, Carried, EngineActor, Frame
 from octavo.engine.router import FRAMES_AT_ONCE, bind
 from octavo.errors import ConfigError
@@ -37,29 +37,29 @@ def main(parent: int) -> None:
     run_child(parent, _serve)
 
 
-def _serve(orders: Orders) -> None:
+def _serve(spawn: SpawnConfig) -> None:
     """Runs forever. Raises if the engine cannot start or continue."""
-    watch, gpus = Stopwatch(), orders.config.device == "cuda"
-    if gpus and orders.config.num_ranks > 1:
+    watch, gpus = Stopwatch(), spawn.config.device == "cuda"
+    if gpus and spawn.config.num_ranks > 1:
         raise ConfigError(
             "engines on Ray have one GPU each: leave out tensor_parallel_size and pipeline_parallel_size, or data_parallel_size"
         )
-    folder = Path(orders.address.removeprefix("ipc://")).parent
-    spot = Spot(EngineActor, folder, orders.engines, orders.number, gpus, _most(orders), orders.silent)
+    folder = Path(spawn.address.removeprefix("ipc://")).parent
+    spot = Spot(EngineActor, folder, spawn.engines, spawn.number, gpus, _most(spawn), spawn.silent)
     actor = spot.actors[0]
     own = msgspec.structs.replace(
-        orders, address="", on_host=spot.on_host, place=spot.place, far=True, clock_ahead=_clock_ahead(spot.ray, actor),
-        memory_share=1 if orders.memory_share == 1 else spot.on_host,
+        spawn, address="", on_host=spot.on_host, place=spot.place, far=True, clock_ahead=_clock_ahead(spot.ray, actor),
+        memory_share=1 if spawn.memory_share == 1 else spot.on_host,
     )  # fmt: skip
     actor.begin.options(num_returns=0).remote(msgspec.json.encode(Begin(own, passed_on())))
-    logger.info("Engine %d begins on %s, on Ray, after %.2f seconds", orders.number, spot.host, watch.total())
-    Bridge(orders.address, spot.ray, actor, f"engine {orders.number} on {spot.host}").run(sys.stdin.fileno())
+    logger.info("Engine %d begins on %s, on Ray, after %.2f seconds", spawn.number, spot.host, watch.total())
+    Bridge(spawn.address, spot.ray, actor, f"engine {spawn.number} on {spot.host}").run(sys.stdin.fileno())
 
 
-def _most(orders: Orders) -> int:
+def _most(spawn: SpawnConfig) -> int:
     """Returns the CPUs that all engines need, for the first engine that starts. An engine of several ranks asks Ray for each rank."""
-    ranks = orders.config.num_ranks
-    return orders.engines * (1 + ranks if ranks > 1 else 1) if orders.epoch == 1 and orders.number == 0 else 0
+    ranks = spawn.config.num_ranks
+    return spawn.engines * (1 + ranks if ranks > 1 else 1) if spawn.epoch == 1 and spawn.number == 0 else 0
 
 
 def _clock_ahead(ray: Any, actor: Any) -> float:

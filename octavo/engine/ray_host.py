@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from octavo.child import command, how_ended
 from octavo.config import environment_with
-from octavo.engine.process import Orders, Reason
+from octavo.engine.process import Reason, SpawnConfig
 from octavo.engine.supervisor import SocketFolder
 from octavo.version import __version__
 from octavo.worker.machine import allowed_cpus
@@ -39,7 +39,7 @@ Frame = tuple[bytes, bytes]  # the name of a client, and a frame from it or for 
 class Begin(Struct, frozen=True):
     """The configuration of an engine, and environment variables for it."""
 
-    orders: Orders
+    spawn: SpawnConfig
     environment: dict[str, str]
 
 
@@ -90,13 +90,13 @@ class EngineActor:
     def _live(self, begin: Begin, address: str) -> None:
         """Starts the engine process and waits for its end. The system kills the process when the thread that started it ends."""
         try:
-            orders = msgspec.json.encode(msgspec.structs.replace(begin.orders, address=address)) + b"\n"
+            spawn = msgspec.json.encode(msgspec.structs.replace(begin.spawn, address=address)) + b"\n"
             variables = environment_with(begin.environment | own_address())  # an engine of several ranks asks Ray for them
             words = command("octavo.engine.process", "main", os.getpid())
             process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
             assert process.stdin is not None and process.stdout is not None
             with suppress(BrokenPipeError):
-                process.stdin.write(orders)
+                process.stdin.write(spawn)
                 process.stdin.flush()
             said = process.stdout.read()
             self._up.put(_reason(said, process.wait()))

@@ -1,35 +1,63 @@
-"""`Replica`: one engine as an API process knows it: its state and numbers, its link, and its supervisor if this process has it.
+"""`Replica`: one engine as an API process knows it: its socket, its state and numbers, and its supervisor if this process has it.
 
     loading ──► ready ──► dead ──► ready ...        the supervisor restarts it
                   └──► draining ──► dead            it gets no new requests, because it is to be replaced
 
-Its messages go to the `Door`, which has the requests of all replicas.
+Its `Link` sends and receives frames, and detects losses. Its messages go to the `Frontend`, which has the requests of all replicas.
 """
 
 import asyncio
+import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from octavo.engine.link import Link, ViewStream
-from octavo.engine.process import Orders
+import zmq
+
+from octavo.engine import wire
+from octavo.engine.process import SpawnConfig
 from octavo.engine.router import BEAT_SECONDS
 from octavo.engine.supervisor import Serving, Supervisor
-from octavo.engine.wire import Beat, Cached, Down, Drain, Hello, News, Pinned, Refused, View
-from octavo.errors import OctavoError
+from octavo.engine.wire import (
+    Add,
+    Cached,
+    Down,
+    DownFrame,
+    Drain,
+    Heartbeat,
+    Hello,
+    Lost,
+    Ping,
+    Pinned,
+    Refused,
+    Up,
+    Updates,
+    UpFrame,
+    View,
+    Watch,
+)
+from octavo.errors import OctavoError, RequestError, UnavailableError
+from octavo.inspector.stream import ViewStream
+from octavo.log import logger
 from octavo.messages import EngineFacts, PinState, RankNumbers, SchedulerStats
 
 State = Literal["loading", "ready", "draining", "dead"]
 RETRY_SECONDS = 1.0  # `Retry-After` of a client
 NOTHING = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
+LAST_WORDS_MS = 200  # time that the last messages may take to be sent
+SLICE_SECONDS, MOST_SLICE_SECONDS = 0.01, 0.05  # other tasks get their turn after this time
+BURST_SECONDS = 0.002  # requests that arrive in a row are at most this far apart
+MOST_WAIT_SECONDS = 0.05
 
-class Door(Protocol):
+
+class Frontend(Protocol):
     """The receiver of a replica's messages."""
 
     def on_ready(self, replica: "Replica") -> None: ...
 
-    def on_news(self, replica: "Replica", news: News) -> None: ...
+    def on_updates(self, replica: "Replica", updates: Updates) -> None: ...
 
     def on_refused(self, refused: Refused) -> None: ...
 
@@ -45,8 +73,130 @@ class Door(Protocol):
         """Called when no other engine will start."""
 
 
+class Link:
+    """The socket. Its descriptor is edge-triggered, and any call may consume its signal. So every look reads everything that has arrived,
+    and every send is followed by a look.
+
+    Updates wait while requests keep arriving, and after a look for as long as that look and the readers of its updates took, but never
+    more than 50 ms. So requests that arrive together compute together, and streams take at most half of the event loop's time. A lone
+    stream waits less than a millisecond. With hundreds of streams, the updates of several steps are read and written at once, which
+    takes far less time than one after the other.
+    """
+
+    def __init__(self, address: str, name: str, replica: "Replica", frame_limit: int) -> None:
+        """`name`: this process's name on the socket, and the prefix of every request id."""
+        self.epoch = 0  # of the connected engine; 0: none
+        self.least_epoch = 1  # an engine with a lower epoch is dead
+        self._replica = replica
+        self._frame_limit = frame_limit
+        self._sent = self._received = 0
+        self._looking = False
+        self._looked = 0.0  # end of the last look
+        self._added = self._rests_until = 0.0  # when the last request was sent; when the readers of the last updates will have rested
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        # no message waits for an engine that is absent; no message is dropped for one that is there
+        for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, 50)):
+            self._socket.setsockopt(option, value)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+        self._loop.add_reader(self._socket.fileno(), self._on_signal)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.disable_monitor()
+            self.forget()
+            self._socket.close(linger=LAST_WORDS_MS)
+
+    def forget(self) -> None:
+        """Drops all messages that still arrive from a dead engine."""
+        self.epoch = 0
+
+    def ping(self) -> None:
+        """Sends a heartbeat to the engine, and checks the engine's heartbeats. Called a few times a second."""
+        with suppress(zmq.Again):
+            while self._monitor.recv_multipart(zmq.NOBLOCK):
+                self._replica.on_hangup()
+        self._send(Ping(os.getpid()))
+
+    def send(self, body: Down) -> None:
+        if not self.epoch or not self._send(body):
+            raise UnavailableError("the engine cannot be reached", retry_after=1)
+
+    def _send(self, body: Down) -> bool:
+        frame = wire.encode(DownFrame(self.epoch, self._sent + 1, body))
+        if len(frame) > self._frame_limit:  # the engine would close the connection
+            raise RequestError(f"the request takes {len(frame)} bytes, the most is {self._frame_limit}: shorten its stop strings and words")
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._sent += 1
+        if isinstance(body, Add):
+            self._added = time.monotonic()
+        self._look()
+        return True
+
+    def _on_signal(self) -> None:
+        self._socket.getsockopt(zmq.EVENTS)  # clears the signal, which would otherwise repeat until the next look
+        self._look()
+
+    def _look(self) -> None:
+        """Schedules one look at the socket, however often it is called: reading may take a while."""
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._take_when_due, time.monotonic() + MOST_WAIT_SECONDS)
+
+    def _take_when_due(self, latest: float) -> None:
+        wait = min(max(self._rests_until, self._added + BURST_SECONDS), latest) - time.monotonic()
+        if wait > 0:
+            self._loop.call_later(wait, self._take_when_due, latest)
+        else:
+            self._take()
+
+    def _rest(self, start: float) -> None:
+        """Called when the readers that a look has woken are done."""
+        now = time.monotonic()
+        self._rests_until = now + (now - start)
+
+    def _take(self) -> None:
+        """Reads everything that has arrived, for as long as other tasks ran since the last look, so that updates cannot starve."""
+        self._looking = False
+        now = time.monotonic()
+        end = now + min(max(now - self._looked, SLICE_SECONDS), MOST_SLICE_SECONDS)
+        while not self._socket.closed:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            frame = wire.decode_up(data)
+            if frame is not None:
+                self._receive(frame)
+            if time.monotonic() > end:
+                self._look()
+                break
+        self._looked = time.monotonic()
+        self._loop.call_soon(self._rest, now)
+
+    def _receive(self, frame: UpFrame) -> None:
+        body = frame.body
+        if isinstance(body, Hello) and frame.epoch > self.epoch and frame.epoch >= self.least_epoch:
+            self.epoch, self._received = frame.epoch, frame.number
+            self._replica.on_hello(body)
+            return
+        if frame.epoch != self.epoch:
+            return  # sent by an engine that is dead
+        expected, self._received = self._received + 1, frame.number
+        if frame.number != expected:
+            logger.error("A frame of the engine was lost, all open requests end")
+            self._replica.on_lost()
+        self._replica.receive(body)
+
+
 class Replica:
-    def __init__(self, number: int, address: str, name: str, door: Door, serving: Serving, frame_limit: int) -> None:
+    def __init__(self, number: int, address: str, name: str, frontend: Frontend, serving: Serving, frame_limit: int) -> None:
         """`name`: this process's name, the prefix of the ids of its requests."""
         self.number = number
         self.address = address
@@ -57,20 +207,20 @@ class Replica:
         self.pins: dict[str, PinState] | None = None  # by id; None: not reported yet
         self.pins_before: dict[str, PinState] = {}  # of the previous engine
         self.stays_dead = False  # no other engine will start
-        self._door, self._serving = door, serving
+        self._frontend, self._serving = frontend, serving
         self._link = Link(address, name, self, frame_limit)
         self._before = NOTHING  # counts of earlier engines
         self._last_sign = self._stalled = 0.0
         self._supervisor: Supervisor | None = None
-        self.view = ViewStream(self._link)
+        self.view = ViewStream(lambda wanted: self.send(Watch(wanted)))
 
-    def supervise(self, orders: Orders) -> None:
+    def supervise(self, spawn: SpawnConfig) -> None:
         """Starts the engine, which then belongs to this process. If it is already running, the configuration applies to its next start."""
         if self._supervisor is not None:
-            self._supervisor.orders = orders
+            self._supervisor.spawn = spawn
             return
         restarts = self._serving.restarts()
-        self._supervisor = Supervisor(orders, restarts, self._on_start, self._on_down, self._on_stays_dead)
+        self._supervisor = Supervisor(spawn, restarts, self._on_start, self._on_down, self._on_stays_dead)
 
     @property
     def pid(self) -> int | None:
@@ -123,7 +273,7 @@ class Replica:
 
     def on_hello(self, hello: Hello) -> None:
         if self.facts is not None and self.state != "dead":  # the death of the previous engine has not been noticed yet
-            self._door.on_down(self, "there is a new one")
+            self._frontend.on_down(self, "there is a new one")
         self.facts = hello.facts
         self.pins, self.pins_before = None, self.pins or self.pins_before
         self._last_sign, self._stalled = time.monotonic(), 0.0
@@ -132,33 +282,31 @@ class Replica:
         self.view.begin_again()
         if self._supervisor is not None:
             self._supervisor.ready()
-        self._door.on_ready(self)
+        self._frontend.on_ready(self)
 
-    def on_news(self, news: News) -> None:
-        self._hear(news.stats)
-        self._door.on_news(self, news)
+    def receive(self, body: Up) -> None:
+        if isinstance(body, Updates):
+            self._note(body.stats)
+            self._frontend.on_updates(self, body)
+        elif isinstance(body, Heartbeat):
+            self._note(body.stats)
+            self._stalled, self.ranks = body.stalled, body.ranks
+            if body.draining and self.state == "ready":
+                self.state = "draining"
+        elif isinstance(body, Refused):
+            self._frontend.on_refused(body)
+        elif isinstance(body, View):
+            self.view.push(body.frame)
+        elif isinstance(body, Cached):
+            self._frontend.on_cached(self, body)
+        elif isinstance(body, Pinned):
+            self.pins = {pin.pin_id: pin for pin in body.pins}
+        elif isinstance(body, Lost):
+            self.on_lost()
 
-    def on_beat(self, beat: Beat) -> None:
-        self._hear(beat.stats)
-        self._stalled, self.ranks = beat.stalled, beat.ranks
-        if beat.draining and self.state == "ready":
-            self.state = "draining"
-
-    def _hear(self, stats: SchedulerStats) -> None:
+    def _note(self, stats: SchedulerStats) -> None:
         self._last_sign = time.monotonic()
         self.stats = stats if self._before is NOTHING else stats.after(self._before)
-
-    def on_refused(self, refused: Refused) -> None:
-        self._door.on_refused(refused)
-
-    def on_cached(self, cached: Cached) -> None:
-        self._door.on_cached(self, cached)
-
-    def on_pinned(self, pinned: Pinned) -> None:
-        self.pins = {pin.pin_id: pin for pin in pinned.pins}
-
-    def on_view(self, view: View) -> None:
-        self.view.push(view.frame)
 
     def on_hangup(self) -> None:
         if self._supervisor is None and self.is_there:  # the supervising process knows the reason
@@ -166,7 +314,7 @@ class Replica:
 
     def on_lost(self) -> None:
         self.view.begin_again()
-        self._door.on_lost(self)
+        self._frontend.on_lost(self)
 
     # --- whether it is alive ---------------------------------------------------------------------------------------------
 
@@ -198,8 +346,8 @@ class Replica:
         self.view.begin_again()
         self.state = "dead"
         self.stats = replace(self.stats, running=0, waiting=0, free_blocks=self.stats.num_blocks - 1, pinned_blocks=0)
-        self._door.on_down(self, reason)
+        self._frontend.on_down(self, reason)
 
     def _on_stays_dead(self, error: OctavoError) -> None:
         self.state, self.stays_dead = "dead", True
-        self._door.on_stays_dead(self, error)
+        self._frontend.on_stays_dead(self, error)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,9 +20,9 @@ import zmq
 
 from octavo.child import give_back_freed_memory
 from octavo.engine import wire
-from octavo.engine.pace import Pace
 from octavo.engine.wire import Down, Ping, Refused, Up
 from octavo.errors import ConfigError
+from octavo.inspector.frames import ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.worker.faults import Faults
@@ -32,7 +32,6 @@ GIVE_BACK_SECONDS = 5.0  # the shortest time between two returns of freed memory
 CLIENT_SECONDS = 10.0  # a client that is silent for so long is dropped
 IDS_PER_TURN = 65_536  # of prompts, which the loop checks and queues in about 5 ms
 FRAMES_AT_ONCE = 256  # received before updates are sent again
-LARGE = 256  # tokens with logprobs in one frame, so that a reader is not busy for long with one
 BROKEN = 2  # exit code of an engine process that cannot continue
 
 
@@ -48,7 +47,7 @@ class Watching:
     """A client starts or stops watching the engine."""
 
     name: str
-    wanted: wire.Wanted
+    wanted: Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ Command = AddRequest | wire.Abort | wire.ResetPrefixCache | wire.Unpin | Gone | 
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class LoopStatus:
     """The state of the loop, published between steps."""
 
     at: float
@@ -74,13 +73,13 @@ class Pulse:
 
 
 class _Client:
-    __slots__ = ("greeted", "heard", "identity", "pid", "seen", "sent")
+    __slots__ = ("greeted", "identity", "pid", "received", "seen", "sent")
 
     def __init__(self, identity: bytes, pid: int) -> None:
         self.identity = identity
         self.pid = pid  # 0: it is on another host, so only its silence shows that it is gone
         self.greeted = False  # it knows that the engine is ready
-        self.heard = 0  # number of the last frame from it
+        self.received = 0  # number of the last frame from it
         self.sent = 0  # number of the last frame to it
         self.seen = time.monotonic()
 
@@ -112,18 +111,18 @@ class Router:
         self._lifeline, self._far = lifeline, far
         self._clients: dict[bytes, _Client] = {}
         self._facts: EngineFacts | None = None
-        self._pulse: Pulse | None = None
+        self._status: LoopStatus | None = None
         self._ranks: Callable[[], list[RankNumbers]] = list
         self._draining = False  # it gets no new requests
         self._handed = 0  # requests put into the inbox since the start
         self._roused_at = 0.0  # when a request was put there while the loop was idle
         self._given_back = 0, time.monotonic()  # step after which freed memory was last returned, and when
-        self._news_frames = 0
+        self._update_frames = 0
         self._pace = Pace()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
-        self._views: deque[tuple[str, wire.ViewFrame]] = deque()
-        self._words: deque[tuple[str | None, Up]] = deque()  # for one client, or for all
+        self._views: deque[tuple[str, ViewFrame]] = deque()
+        self._messages: deque[tuple[str | None, Up]] = deque()  # for one client, or for all
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -137,12 +136,12 @@ class Router:
 
     # --- for the main thread ---------------------------------------------------------------------------------------------
 
-    def ready(self, facts: EngineFacts, pulse: Pulse, ranks: Callable[[], list[RankNumbers]] = list) -> None:
-        self._pulse, self._facts, self._ranks = pulse, facts, ranks
+    def ready(self, facts: EngineFacts, status: LoopStatus, ranks: Callable[[], list[RankNumbers]] = list) -> None:
+        self._status, self._facts, self._ranks = status, facts, ranks
         self._rouse()
 
-    def publish(self, pulse: Pulse) -> None:
-        self._pulse = pulse
+    def publish(self, status: LoopStatus) -> None:
+        self._status = status
 
     def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
         """Returns the commands that have arrived, in order, up to about IDS_PER_TURN ids of prompts: the loop must go on with its steps.
@@ -163,14 +162,14 @@ class Router:
             self._outbox.append((deltas, refused, stats))
             self._rouse()
 
-    def show(self, views: list[tuple[str, wire.ViewFrame]]) -> None:
+    def show(self, views: list[tuple[str, ViewFrame]]) -> None:
         if views:
             self._views.extend(views)
             self._rouse()
 
-    def tell(self, body: Up, name: str | None = None) -> None:
+    def send(self, body: Up, name: str | None = None) -> None:
         """Sends a message to one client, or to all, ahead of the updates that are given later."""
-        self._words.append((name, body))
+        self._messages.append((name, body))
         self._rouse()
 
     def _rouse(self) -> None:
@@ -201,7 +200,7 @@ class Router:
             if self._socket in events:
                 self._receive()
             self._greet()
-            self._send_news()
+            self._send_updates()
             if time.monotonic() >= next_beat:
                 self._beat()
                 next_beat = time.monotonic() + BEAT_SECONDS
@@ -214,11 +213,11 @@ class Router:
                 return
             frame = wire.decode_down(parts[0]) if len(parts) == 1 else None
             if frame is not None:
-                self._hear(identity, frame)
+                self._accept(identity, frame)
             elif identity in self._clients:
                 self._lose(self._clients[identity])
 
-    def _hear(self, identity: bytes, frame: wire.DownFrame) -> None:
+    def _accept(self, identity: bytes, frame: wire.DownFrame) -> None:
         client = self._clients.get(identity)
         if isinstance(frame.body, Ping) and (client is None or frame.epoch != self._epoch):
             self._meet(identity, client, frame, frame.body)
@@ -226,7 +225,7 @@ class Router:
         if client is None or frame.epoch != self._epoch:
             return  # meant for the previous engine
         client.seen = time.monotonic()
-        expected, client.heard = client.heard + 1, frame.number
+        expected, client.received = client.received + 1, frame.number
         if frame.number != expected:
             self._lose(client)
         else:
@@ -244,7 +243,7 @@ class Router:
         elif client.greeted:  # it has dropped this engine, or has not received the greeting yet
             client.greeted = False
             self._inbox.put(Gone(client.name))
-        client.seen, client.heard = time.monotonic(), frame.number
+        client.seen, client.received = time.monotonic(), frame.number
 
     def _greet(self) -> None:
         """Informs clients that the engine is ready, if they do not know it yet."""
@@ -278,7 +277,7 @@ class Router:
             text = f"the queue is full: max_queue is {self._max_queue}, try again later"
             self._send(client, Refused(request_id, "overload", text, retry_after=self._pace.retry_after(self._waiting, time.monotonic())))
         else:
-            if self._pulse is not None and not self._pulse.busy and self._handed == self._pulse.taken:
+            if self._status is not None and not self._status.busy and self._handed == self._status.taken:
                 self._roused_at = time.monotonic()
                 self._pace.begin(self._roused_at)
             self._handed += 1
@@ -286,10 +285,10 @@ class Router:
 
     @property
     def _waiting(self) -> int:
-        return 0 if self._pulse is None else self._pulse.stats.waiting + self._handed - self._pulse.taken
+        return 0 if self._status is None else self._status.stats.waiting + self._handed - self._status.taken
 
     def _is_full(self) -> bool:
-        return self._pulse is None or self._waiting - self._pulse.free_rows >= self._max_queue
+        return self._status is None or self._waiting - self._status.free_rows >= self._max_queue
 
     def _count_end(self, index: int | None) -> None:
         """Counts the end of a request: the end of its first sample, or of all."""
@@ -307,10 +306,10 @@ class Router:
         self._send(client, wire.Lost())
         self._inbox.put(Met(client.name))
 
-    def _send_news(self) -> None:
-        while self._words:
-            told, body = self._words.popleft()
-            for client in [each for each in self._clients.values() if each.greeted and told in (None, each.name)]:
+    def _send_updates(self) -> None:
+        while self._messages:
+            name, body = self._messages.popleft()
+            for client in [each for each in self._clients.values() if each.greeted and name in (None, each.name)]:
                 self._send(client, body)
         while self._outbox:
             deltas, refused, stats = self._outbox.popleft()
@@ -321,24 +320,23 @@ class Router:
                 by_client[delta.request_id.partition("-")[0]].append(delta)
                 if delta.finish_reason is not None:
                     self._count_end(delta.index)
-            for name, news in by_client.items():
-                for part in _sliced(news):
-                    self._send_to(name, wire.News(part, stats))
+            for name, own in by_client.items():
+                for part in wire.sliced(own):
+                    self._send_to(name, wire.Updates(part, stats))
         while self._views:
             name, frame = self._views.popleft()
             self._send_to(name, wire.View(frame))
 
     def _send_to(self, request_id: str, body: Up) -> None:
-        client = self._clients.get(request_id.partition("-")[0].encode())
-        if client is not None:
+        if (client := self._clients.get(request_id.partition("-")[0].encode())) is not None:
             self._send(client, body)
 
     def _send(self, client: _Client, body: Up) -> None:
         client.sent += 1
         frame = wire.encode(wire.UpFrame(self._epoch, client.sent, body))
-        if isinstance(body, wire.News):
-            self._news_frames += 1
-            frame = self._faults.on_the_way(self._news_frames, frame)
+        if isinstance(body, wire.Updates):
+            self._update_frames += 1
+            frame = self._faults.on_the_way(self._update_frames, frame)
         if frame:
             self._socket.send_multipart([client.identity, frame], zmq.NOBLOCK)
 
@@ -354,15 +352,16 @@ class Router:
             logger.warning("API process %s is gone, its requests are aborted", client.pid or client.name)
             del self._clients[client.identity]
             self._inbox.put(Gone(client.name))
-        pulse = self._pulse
-        if pulse is None:
+        status = self._status
+        if status is None:
             return
-        if pulse.steps != self._given_back[0] and not pulse.busy and time.monotonic() - self._given_back[1] > GIVE_BACK_SECONDS:
-            self._given_back = pulse.steps, time.monotonic()
+        if status.steps != self._given_back[0] and not status.busy and time.monotonic() - self._given_back[1] > GIVE_BACK_SECONDS:
+            self._given_back = status.steps, time.monotonic()
             give_back_freed_memory()
-        inbox = self._handed - pulse.taken
-        stalled = stalled_for(pulse, inbox, self._roused_at, time.monotonic())
-        beat = wire.Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox), self._ranks(), self._draining)
+        inbox = self._handed - status.taken
+        stalled = stalled_for(status, inbox, self._roused_at, time.monotonic())
+        stats = replace(status.stats, waiting=status.stats.waiting + inbox)
+        beat = wire.Heartbeat(status.steps, stalled, stats, self._ranks(), self._draining)
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)
@@ -372,24 +371,35 @@ def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        text = f"the engine's socket {address} cannot be made: {error.strerror}; set TMPDIR to another folder"
-        raise ConfigError(text) from error
+        raise ConfigError(f"the engine's socket {address} cannot be made: {error.strerror}; set TMPDIR to another folder") from error
 
 
-def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:
+def stalled_for(status: LoopStatus, inbox: int, roused_at: float, now: float) -> float:
     """Returns how long the loop has had work without turning. Without work it may sleep."""
-    return now - max(pulse.at, roused_at) if pulse.busy or inbox else 0.0
+    return now - max(status.at, roused_at) if status.busy or inbox else 0.0
 
 
-def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
-    """Yields the updates of a step in one frame, or in several if they are large, such as the logprobs of a long prompt."""
-    pieces = [delta for delta in news if delta.prompt_logprobs is not None]
-    for delta in pieces:
-        assert delta.prompt_logprobs is not None
-        start, found = delta.prompt_logprobs
-        for at in range(0, len(found), LARGE):
-            yield [replace(delta, prompt_logprobs=(start + at, found[at : at + LARGE]))]
-    rest = [delta for delta in news if delta.prompt_logprobs is None] if pieces else news
-    if rest:
-        yield rest
+# -- the `Retry-After` of a full queue: the number of waiting requests divided by the rate at which requests ended recently
 
+RECENT = 64  # ends from which the rate is computed
+SHORTEST, LONGEST = 1.0, 60.0  # bounds of `Retry-After` in seconds
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=RECENT + 1)  # the recent ends, after the one from which time is counted
+
+    def begin(self, now: float) -> None:
+        """Starts to count again, because the engine was idle before."""
+        self._times.clear()
+        self._times.append(now)
+
+    def end(self, now: float) -> None:
+        self._times.append(now)
+
+    def retry_after(self, waiting: int, now: float) -> float:
+        """Returns the seconds until as many requests have ended as wait now, or the shortest wait if none has ended yet."""
+        if len(self._times) < 2:
+            return SHORTEST
+        each = (now - self._times[0]) / (len(self._times) - 1)  # up to now, so that a stall counts as slow
+        return min(max(waiting * each, SHORTEST), LONGEST)

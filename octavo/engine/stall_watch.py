@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from typing import Protocol
 
 from octavo.log import logger
 
@@ -21,22 +20,6 @@ FOR_EVER_SECONDS = 5.0  # a longer turn is reported before it ends
 OTHERS = 5  # another thread may hold the interpreter so many times longer: a large body is parsed in one call
 SAID = "did not turn for"  # text that tests look for
 Stack = list[tuple[str, int, str]]  # file, line, function
-
-
-class Watch(Protocol):
-    def begin(self) -> None:
-        """Records the beginning of a turn."""
-
-    def end(self) -> None:
-        """Records the end of a turn."""
-
-
-class NoWatch:
-    def begin(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 class StallWatch:
@@ -58,10 +41,12 @@ class StallWatch:
         return self
 
     def begin(self) -> None:
+        """Records the beginning of a turn."""
         self._stack, self._told = [], False
         self._began = time.clock_gettime(self._clock)
 
     def end(self) -> None:
+        """Records the end of a turn."""
         began, self._began = self._began, None
         if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most and not self._told:
             self._report(took, "", _told(self._stack) or "(it was over before anybody looked)\n")

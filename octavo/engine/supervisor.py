@@ -23,13 +23,13 @@ import msgspec
 
 from octavo.child import Restarts, command, how_ended, is_stopped
 from octavo.config import EngineConfig, log_level
-from octavo.engine.process import Orders, Reason
+from octavo.engine.process import Reason, SpawnConfig
+from octavo.engine.routing import Policy
 from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
 from octavo.messages import EngineFacts
 from octavo.own_file import told_with_tmpdir
-from octavo.policy.routing import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class Serving:
         return Restarts(self.max_restarts, grows=self.engines == 1)
 
 
-def orders_of(
+def spawn_config_of(
     text: TextSide, config: EngineConfig, serving: Serving, number: int, address: str, digest_key: bytes, first: EngineFacts | None
-) -> Orders:
+) -> SpawnConfig:
     """Returns the configuration of an engine. `first`: that of the first, which determines the size of the pool for all."""
     source = text.source
     if first is not None and serving.engines > 1:
         limits = first.limits
         config = replace(config, num_gpu_blocks_override=limits.num_blocks, max_model_len=limits.max_model_len)
-    return Orders(
+    return SpawnConfig(
         config=replace(config, model=str(source.path), revision=None),
         path=str(source.path),
         kind=source.kind,
@@ -91,13 +91,13 @@ class Supervisor:
 
     def __init__(
         self,
-        orders: Orders,
+        spawn: SpawnConfig,
         restarts: Restarts,
         on_start: Callable[[int], None],
         on_down: Callable[[str], None],
         on_dead: Callable[[OctavoError], None],
     ) -> None:
-        self.orders = orders  # for the next start
+        self.spawn = spawn  # for the next start
         self._restarts = restarts
         self._on_start, self._on_down, self._on_dead = on_start, on_down, on_dead
         self._process: subprocess.Popen[bytes] | None = None
@@ -138,11 +138,11 @@ class Supervisor:
         epoch, was_ready, restarts = 0, False, self._restarts
         while True:
             epoch += 1
-            orders = msgspec.structs.replace(self.orders, epoch=epoch, silent=bool(self._verdict))
+            spawn = msgspec.structs.replace(self.spawn, epoch=epoch, silent=bool(self._verdict))
             self._ready_at, self._verdict = None, ""
             self._on_start(epoch)
             try:
-                error = self._why(await self._live(orders))
+                error = self._why(await self._live(spawn))
             except OSError as trouble:
                 error = EngineError(f"no process could be started: {trouble}")
             was_ready = was_ready or self._ready_at is not None
@@ -151,10 +151,10 @@ class Supervisor:
                 self._replaces, self._verdict = False, ""
                 self._on_down(str(error))
                 continue
-            if self.orders.engines == 1:
+            if self.spawn.engines == 1:
                 logger.error("The engine process ended: %s", error)
             else:
-                logger.error("Engine %d ended: %s", self.orders.number, error)
+                logger.error("Engine %d ended: %s", self.spawn.number, error)
             self._on_down(str(error))
             pause = restarts.pause(healthy_seconds) if was_ready else None
             if pause is None:
@@ -163,18 +163,18 @@ class Supervisor:
             logger.warning("Starting it again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
             await asyncio.sleep(pause)
 
-    async def _live(self, orders: Orders) -> bytes:
+    async def _live(self, spawn: SpawnConfig) -> bytes:
         """Waits from the start of the process to its end. Returns its output."""
-        module = "octavo.engine.ray_engine" if orders.is_on_ray else "octavo.engine.process"
+        module = "octavo.engine.ray_engine" if spawn.is_on_ray else "octavo.engine.process"
         words = command(module, "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
         assert process.stdin is not None and process.stdout is not None
-        said, ended = bytearray(), asyncio.get_running_loop().create_future()
+        output, ended = bytearray(), asyncio.get_running_loop().create_future()
 
         def hear() -> None:
             data = os.read(out, 4096)
-            said.extend(data)
+            output.extend(data)
             if not data and not ended.done():  # no process holds the other end any more
                 ended.set_result(None)
 
@@ -182,19 +182,19 @@ class Supervisor:
         loop.add_reader(out, hear)
         try:
             with suppress(BrokenPipeError):
-                os.write(process.stdin.fileno(), msgspec.json.encode(orders) + b"\n")
+                os.write(process.stdin.fileno(), msgspec.json.encode(spawn) + b"\n")
             await ended
             self._end_group()
             await asyncio.to_thread(process.wait)  # the system may need a second to free a large process
         finally:
             loop.remove_reader(out)
             self._reap()
-        return bytes(said)
+        return bytes(output)
 
-    def _why(self, said: bytes) -> OctavoError:
+    def _why(self, output: bytes) -> OctavoError:
         """Returns the reason for the user: the process's own message, or how it ended."""
         with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(said, type=Reason).error()
+            return msgspec.json.decode(output, type=Reason).error()
         return EngineError(self._verdict or f"it {how_ended(self._code)}")
 
     def _reap(self) -> None:

@@ -43,39 +43,15 @@ class Trace(Protocol):
     def close(self) -> None: ...
 
 
-class NoTrace:
-    def begin(self) -> None:
-        pass
-
-    def mark(self, name: str) -> None:
-        pass
-
-    def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        pass
-
-    def rest(self, scheduler: Scheduler) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def follow(self, roster: Roster) -> None:
-        pass
-
-
 def numbered(path: str, engine: int) -> str:
     """Returns the file of one of several engines: steps-1.json for steps.json."""
     name = Path(path)
     return str(name.with_stem(f"{name.stem}-{engine}"))
 
 
-def open_trace(path: str | None, goes_on: bool = False) -> "StepTrace | NoTrace":
-    """`goes_on`: the file was begun by an engine that died. This engine gets a process of its own in it."""
-    return NoTrace() if path is None else StepTrace(path, goes_on)
-
-
 class StepTrace:
-    def __init__(self, path: str, goes_on: bool, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, path: str, goes_on: bool = False, most_bytes: int = MOST_BYTES) -> None:
+        """`goes_on`: the file was begun by an engine that died. This engine gets a process of its own in it."""
         self._path = path
         self._pid = os.getpid()
         self._file = open_own("trace", path, "trace", HEAD.encode(), 0o644, goes_on)

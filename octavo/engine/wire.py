@@ -1,72 +1,27 @@
 """Messages between an API process and the engine process: one msgpack frame each, decoded into exactly these types.
 
     API process  --  Ping, Add, Abort, ResetPrefixCache, Unpin, Watch, Drain  -->  engine process      DEALER to ROUTER over a unix socket
-                <--  Hello, Beat, `News`, Refused, Lost, View, Cached, Pinned --
+                <--  Hello, Heartbeat, `Updates`, Refused, Lost, View, Cached, Pinned --
 
 A frame carries an epoch and a number. The epoch says to which start of the engine it belongs. The number counts the frames of one
 client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from octavo.config import EngineConfig
+from octavo.inspector.frames import ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, PinState, RankNumbers, SchedulerStats
 from octavo.model_config import ModelConfig
 
 TEXTS = 1 << 20  # bytes
-
-
-# -- a frame of the view: what has changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
-
-Wanted = Literal["full", "delta", "none"]  # everything, the changes since the last frame, or no more frames
-BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (1 + its pins), digest, ids so far, since
-StepNumbers = tuple[int, float, float, int, int, int, int, int, int, int, int, int]
-# step, at, ms, prefill_tokens, decode_tokens, rows, running, waiting, used_blocks, preempted, hit_tokens, query_tokens
-EventWords = tuple[int | float | str, ...]  # step, at, kind, and the fields of that kind
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceState:
-    """A sequence that is new, has changed or has ended. `table` has its entries from `start` on."""
-
-    seq: int
-    request: str
-    sample: int
-    samples: int  # of its request
-    state: str
-    prompt: int
-    tokens: int
-    limit: int  # the largest number of tokens, prompt and answer
-    computed: int
-    cached: int
-    reason: str
-    preemptions: int
-    start: int
-    table: list[int]
-    digests: list[str] | None = None  # of its full blocks, if it has ended
-    asked: list[int] | None = None  # of a waiting sequence: the last ids of its prompt, which are in no block yet
-
-
-@dataclass(frozen=True, slots=True)
-class ViewFrame:
-    full: bool  # the reader forgets what came before
-    at: float  # seconds after `started`
-    started: float  # unix seconds
-    blocks: list[BlockState] = field(default_factory=list)
-    seqs: list[SequenceState] = field(default_factory=list)
-    gone: list[tuple[int, str]] = field(default_factory=list)
-    steps: list[StepNumbers] = field(default_factory=list)
-    events: list[EventWords] = field(default_factory=list)
-    lost: int = 0
-    error: str = ""  # why this frame is the last one, and empty
-
-
-# -- messages
+LARGE = 256  # tokens with logprobs in one frame, so that a reader is not busy for long with one
 
 
 class Ping(Struct, tag="ping", array_like=True, frozen=True):
@@ -111,7 +66,7 @@ class Hello(Struct, tag="hello", array_like=True, frozen=True):
     facts: EngineFacts
 
 
-class Beat(Struct, tag="beat", array_like=True, frozen=True):
+class Heartbeat(Struct, tag="beat", array_like=True, frozen=True):
     """The engine process is alive."""
 
     steps: int
@@ -121,7 +76,7 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
     draining: bool = False  # it accepts no new requests
 
 
-class News(Struct, tag="news", array_like=True, frozen=True):
+class Updates(Struct, tag="updates", array_like=True, frozen=True):
     """The updates of one step for one client."""
 
     deltas: list[Delta]
@@ -160,7 +115,7 @@ class Pinned(Struct, tag="pinned", array_like=True, frozen=True):
 
 
 Down = Ping | Add | Abort | ResetPrefixCache | Unpin | Watch | Drain
-Up = Hello | Beat | News | Refused | Lost | View | Cached | Pinned
+Up = Hello | Heartbeat | Updates | Refused | Lost | View | Cached | Pinned
 Item = TypeVar("Item")
 
 
@@ -204,6 +159,19 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Item]", frame: bytes) -> Item | N
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         logger.warning("Dropped a frame of %d bytes between API and engine that is not a message: %s", len(frame), str(error)[:200])
         return None
+
+
+def sliced(deltas: list[Delta]) -> Iterator[list[Delta]]:
+    """Yields the updates of a step in one frame, or in several if they are large, such as the logprobs of a long prompt."""
+    pieces = [delta for delta in deltas if delta.prompt_logprobs is not None]
+    for delta in pieces:
+        assert delta.prompt_logprobs is not None
+        start, found = delta.prompt_logprobs
+        for at in range(0, len(found), LARGE):
+            yield [replace(delta, prompt_logprobs=(start + at, found[at : at + LARGE]))]
+    rest = [delta for delta in deltas if delta.prompt_logprobs is None] if pieces else deltas
+    if rest:
+        yield rest
 
 
 def frame_limit(config: EngineConfig, model: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable
 
-from octavo.messages import SchedulerStats, StepPlan
+from octavo.messages import Limits, SchedulerStats, StepPlan
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.pins import Pins
 from octavo.policy.prefix_matcher import PrefixHit
@@ -152,4 +152,25 @@ class Admission:
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens
             self.stats.prefix_hits += hit.num_tokens
-            life.pinned_tokens = self.pins.note(seq, hit)
+            if self.kv.pool.pinned:
+                life.pinned_tokens = self.pins.note(seq, hit)
+
+
+# -- the token budget of a plan
+
+def share_of_plan(limits: Limits, running: list[Sequence], row_tokens: int, stages: int, num_plans: int) -> tuple[int, int]:
+    """Returns the token budget of a plan and how many sequences it may decode: an equal part for each stage that has no work.
+
+    `num_plans`: plans in flight, including this one
+    """
+    tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    if stages == 1:
+        return tokens, rows
+    idle = stages + 1 - num_plans
+    return max(tokens // stages, rows * row_tokens), -(-sum(not seq.in_flight for seq in running) // max(1, idle))
+
+
+def budget_of_prefills(budget: int, running: list[Sequence], row_tokens: int) -> int:
+    """Returns the tokens for running prefills while a request waits and a row is free: half of what decode leaves."""
+    decoding = sum(lack for seq in running if (lack := seq.target - seq.num_planned) <= row_tokens)
+    return (budget - decoding) // 2

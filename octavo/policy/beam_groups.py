@@ -50,7 +50,7 @@ class BeamGroups:
         self._new_sequence = new_sequence
         self._remove = remove
         self._span = lcm(*kv.spans)  # a prefix of a multiple of this length ends at a block boundary of every cache group
-        self._groups: dict[str, BeamGroup] = {}  # by request
+        self.groups: dict[str, BeamGroup] = {}  # by request
 
     def check_size(self, num_prompt: int, limit: int, width: int, pinned: int) -> None:
         """Refuses a group that could outgrow the cache: it would be preempted and restarted for ever. `pinned`: blocks it cannot use"""
@@ -69,7 +69,7 @@ class BeamGroups:
 
     def most_needed(self) -> int:
         """Returns how many blocks the largest group can grow to."""
-        found = ((group.request.num_prompt, group.sequences[0].limit, group.request.num_samples) for group in self._groups.values())
+        found = ((group.request.num_prompt, group.sequences[0].limit, group.request.num_samples) for group in self.groups.values())
         return max((self._blocks_for(*numbers) for numbers in found), default=0)
 
     def add(self, seq: Sequence) -> None:
@@ -77,7 +77,7 @@ class BeamGroups:
         request, beams = seq.request, seq.request.beams
         assert beams is not None
         search = BeamSearch(beams, request.end_ids, seq.limit - request.num_prompt)
-        self._groups[request.request_id] = BeamGroup(request, search, [seq])
+        self.groups[request.request_id] = BeamGroup(request, search, [seq])
         self._set_needs(seq, beams.width, (beams.width - 1) * len(self._kv.groups))
 
     def _set_needs(self, seq: Sequence, rows: int, blocks: int) -> None:
@@ -85,17 +85,17 @@ class BeamGroups:
 
     def members(self, seq: Sequence) -> list[Sequence]:
         """Returns the beams of its group."""
-        return self._groups[seq.request.request_id].sequences
+        return self.groups[seq.request.request_id].sequences
 
     # --- a choice ----------------------------------------------------------------------------------------------------
 
     def hear(self, seq: Sequence, found: TokenLogprobs) -> None:
         """Records the candidates that a beam sampled. The last id of the beam is provisional until the choice."""
-        self._groups[seq.request.request_id].found[seq] = found
+        self.groups[seq.request.request_id].found[seq] = found
 
     def choose(self, request: Request) -> list[Delta]:
         """Makes a choice if all beams have their candidates. Returns the answers if it was the last choice."""
-        group = self._groups.get(request.request_id)
+        group = self.groups.get(request.request_id)
         if group is None or len(group.found) < len(group.sequences):
             return []
         chosen = group.search.choose([group.found[seq] for seq in group.sequences])
@@ -141,7 +141,7 @@ class BeamGroups:
 
     def park(self, seq: Sequence) -> Sequence:
         """Preempts all beams: the first one represents all of them, cut to their common prefix. Returns it, and the caller preempts it."""
-        group = self._groups[seq.request.request_id]
+        group = self.groups[seq.request.request_id]
         self._moves.drop_in_flight(group.sequences[0])
         if len(group.sequences) == 1:
             seq.stop_at = seq.stop_at if group.parked else seq.limit - 1
@@ -165,7 +165,7 @@ class BeamGroups:
 
     def unpark(self, plan: StepPlan) -> None:
         """Restores the beams of groups whose common prefix has been computed."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             first = group.sequences[0]
             if group.parked and first.status is Status.RUNNING and first.num_computed == first.stop_at:
                 self._unpark(group, plan)
@@ -199,18 +199,18 @@ class BeamGroups:
 
     def end(self, request: Request, reason: FinishReason, error: str | None, code: str | None) -> list[Delta]:
         """Ends a request early, with all its sequences."""
-        self._leave(self._groups[request.request_id], reason)
+        self._leave(self.groups[request.request_id], reason)
         name, life = request.request_id, request.life
         return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in range(request.params.n)]
 
     def _leave(self, group: BeamGroup, reason: FinishReason) -> None:
         for seq in group.sequences:
             self._remove(seq, reason)
-        del self._groups[group.request.request_id]
+        del self.groups[group.request.request_id]
 
     def check(self) -> None:
         """Asserts the invariants between the groups and their sequences."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             length = group.request.num_prompt + group.search.length
             assert group.request.sequences and set(group.request.sequences) == set(group.sequences)
             assert len({seq.status for seq in group.sequences}) == 1, "a group runs and waits as a whole"

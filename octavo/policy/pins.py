@@ -20,10 +20,9 @@ from typing import Literal
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Ending, Limits, PinState, SchedulerStats
 from octavo.policy.block_pool import BlockKey
-from octavo.policy.door import prefix_in_use
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.prefix_matcher import PrefixHit
-from octavo.policy.request import Sequence
+from octavo.policy.request import Sequence, prefix_in_use
 from octavo.sampling_params import SamplingParams
 
 OnChange = Callable[[Literal["pin", "unpin"], int, int], None]  # event, number of blocks and tokens of the pin

@@ -7,6 +7,9 @@ There are no phases. A step has one token budget; sequences draw from it until e
     update      append sampled tokens, seal full blocks, end finished sequences; a preempted sequence keeps only its token
 
 Plans run in order on one stream, so blocks and rows freed here are reusable at once.
+
+A request in the base case passes through six methods: `add`, `schedule`, `_plan_running`, `_plan`, `update` and `_deliver`. Read these
+first, and skip every branch about beams, pins, turns (grammars), stages and several tokens per row: none is taken.
 """
 
 import time
@@ -17,14 +20,12 @@ from dataclasses import replace
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, Ending, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
-from octavo.policy.admission import LINKS_PER_STEP, Admission
+from octavo.policy.admission import LINKS_PER_STEP, Admission, budget_of_prefills, share_of_plan
 from octavo.policy.beam_groups import BeamGroups
-from octavo.policy.budget import budget_of_prefills, share_of_plan
-from octavo.policy.door import check_request, length_limit
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.moves import Moves
 from octavo.policy.pins import Pins
-from octavo.policy.request import NEVER_TRIED, Request, Sequence, Status, policy_key, prompt_positions
+from octavo.policy.request import NEVER_TRIED, Request, Sequence, Status, check_request, length_limit, policy_key, prompt_positions
 from octavo.policy.rows import Rows
 
 SEALS_PER_STEP = 32  # larger batches seal in turns: if all sequences cross a block boundary together, the work is spread over several steps
@@ -147,7 +148,8 @@ class Scheduler:
         for parent in self.admission.unforked.copy():
             if parent.num_planned == parent.stop_at:
                 self._fork(parent, plan)
-        self.beams.unpark(plan)
+        if self.beams.groups:
+            self.beams.unpark(plan)
         if told := self.rows.tell(plan):
             self._told[plan.step] = told
         budget, starved = self._plan_running(plan, planned)

@@ -6,24 +6,20 @@ A request asks for a form by `response_format`, `text.format`, `structured_outpu
                 JSON, a regex, ...        a form
                 one or the other          a form, and tools that may be called
 
-Where the model thinks, the thought comes first and is free. The grammar is tried in a child process before the engine gets it.
+Where the model thinks, the thought comes first and is free.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from octavo.errors import RequestError
-from octavo.sampling_params import SamplingParams
-from octavo.server.body import named
 from octavo.server.state import Server
-from octavo.structured_outputs import PARAM, StructuredOutputsParams, structured_outputs
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.call_reader import ToolCallDelta
 from octavo.text.grammar_text import check_limits, joined_grammars
 from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
 from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
 from octavo.text.tools import ToolChoice, text_parameters, tool_name
 
-TYPES = ("text", "json_object", "json_schema")
 TOOL_TEMPLATE_PARSERS = ("hermes", "qwen3_coder")  # they read the calls that PromptEncoder's TOOL_TEMPLATE describes
 
 
@@ -71,48 +67,6 @@ def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) ->
     if form.reasoning == "none":
         return []
     return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes, form.reasoning, form.in_thought) for _ in range(n)]
-
-
-def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
-    """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
-    by_format = _of_format(response_format, param)
-    if extra is None:
-        return by_format
-    if by_format is not None:
-        raise RequestError(f"{PARAM} and {param} exclude each other", PARAM)
-    return structured_outputs(extra)
-
-
-def _of_format(value: object, param: str) -> StructuredOutputsParams | None:
-    """Returns the form in a response format. A schema is in "json_schema" (chat) or beside the type (responses); `strict` has no effect."""
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if not isinstance(value, Mapping) or kind not in TYPES:
-        raise RequestError(f'{param} must be an object with a "type" of {", ".join(TYPES)}', param)
-    if kind != "json_schema":
-        return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
-    inner = value.get("json_schema", value)
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
-        raise RequestError(f'{param} has no schema: "schema" must be an object', param)
-    if not isinstance(inner.get("name"), str | None) or not isinstance(inner.get("strict"), bool | None):
-        raise RequestError(f'{param}: "name" must be text and "strict" true or false', param)
-    with named({PARAM: param}):
-        return structured_outputs({"json": inner["schema"]})
-
-
-def param_of(extra: object, param: str, choice: ToolChoice | None = None) -> str:
-    """Returns the field that an error about the grammar names."""
-    return "tools" if choice is not None and choice.mode == "required" else PARAM if extra is not None else param
-
-
-async def held_to(server: Server, params: SamplingParams, asked: StructuredOutputsParams | None) -> SamplingParams:
-    """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
-    if asked is None:
-        return params
-    params = replace(params, structured_outputs=asked)
-    await server.grammars.check(asked)
-    return params
 
 
 def chat_grammar(

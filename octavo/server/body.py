@@ -29,9 +29,8 @@ from starlette.requests import Request
 from octavo.errors import RequestError
 from octavo.log import logger
 from octavo.server.errors import ApiError
-from octavo.server.events import disconnect, unless
 from octavo.server.state import Server
-from octavo.server.turn_queue import SMALL_BYTES
+from octavo.server.turns import SMALL_BYTES, disconnect, unless
 
 ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # accepted, and without effect here
 MOST_WARNINGS = 256

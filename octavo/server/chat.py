@@ -8,15 +8,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
-from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters, thoughts_of
-from octavo.server.asks import chat_ask
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
 from octavo.server.body import named, takes
-from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
+from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
-from octavo.server.request_bodies import ChatBody, read_generation_body
+from octavo.server.request_bodies import ChatBody, asked_form, param_of, read_generation_body
+from octavo.server.requests import chat_request, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
 from octavo.text.call_parser import AnswerPiece
@@ -40,23 +40,24 @@ def router(server: Server) -> APIRouter:
         choice = check_tool_choice(body.tool_choice, tools)
         names[PARAM] = param_of(body.structured_outputs, FORMAT, choice)
         with named(names):
-            ask, form = await _ask(request, server, body, choice.offered(tools), choice)
-        watch = server.observer.watch("chatcmpl-", [ask])
-        answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
+            text, engine_request, form = await _read(request, server, body, choice.offered(tools), choice)
+        watch = server.observer.watch("chatcmpl-", [engine_request])
+        updates = all_updates(server.llm, [engine_request], timeout_of(body, server.config), names, watch)
+        answer = _Answer(server, body, text, engine_request, form, watch.id, updates)
         return await respond(request, server, answer, body.stream)
 
     return routes
 
 
-async def _ask(
+async def _read(
     request: Request, server: Server, body: ChatBody, offered: list[dict[str, object]], choice: ToolChoice
-) -> tuple[Ask, AnswerForm]:
+) -> tuple[str, AddRequest, AnswerForm]:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs is given, but logprobs is not true", "top_logprobs")
     asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     own = {"n": body.n, "max_tokens": longest, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    return await chat_ask(request, server, body, own, lambda: body.messages, offered, choice, asked)
+    return await chat_request(request, server, body, own, lambda: body.messages, offered, choice, asked)
 
 
 @dataclass(slots=True)
@@ -80,23 +81,24 @@ class _Choice:
 
 
 class _Answer:
-    def __init__(self, server: Server, body: ChatBody, ask: Ask, form: AnswerForm, answer_id: str, news: News) -> None:
-        assert ask.prompt is not None
+    def __init__(
+        self, server: Server, body: ChatBody, prompt: str, request: AddRequest, form: AnswerForm, answer_id: str, updates: Updates
+    ) -> None:
         self._tokenizer = server.llm.tokenizer
-        self._most_logprobs = ask.params.logprobs
-        self._news = news
-        self._tally = Tally([ask], reasoning_counters(server, form, ask.prompt, ask.params.n))
+        self._most_logprobs = request.params.logprobs
+        self._updates = updates
+        self._tally = Tally([request], reasoning_counters(server, form, prompt, request.params.n))
         stream = bool(body.stream)
         kind = "chat.completion.chunk" if stream else "chat.completion"
         self._frame = Frame(answer_id, kind, server.model_name, self._tally, body.stream_options, bool(body.include_timings))
-        apart = [None if form.is_plain else AnswerParts(form, ask.prompt, stream) for _ in range(ask.params.n)]
+        apart = [None if form.is_plain else AnswerParts(form, prompt, stream) for _ in range(request.params.n)]
         self._choices = [_Choice(one) for one in apart]
 
     def events(self) -> AsyncGenerator[str, None]:
-        return chunk_events(self._news, self._tally, self._frame, self._chunks_of)
+        return chunk_events(self._updates, self._tally, self._frame, self._chunks_of)
 
     async def whole(self) -> Response:
-        await collect(self._news, self._tally, self._take)
+        await collect(self._updates, self._tally, self._take)
         return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
     def _chunks_of(self, delta: TextDelta) -> Iterator[str]:

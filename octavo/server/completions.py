@@ -10,14 +10,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.async_llm import Ask
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta, TokenChoices
-from octavo.server.answer_form import asked_form, param_of
-from octavo.server.asks import completion_asks
 from octavo.server.body import named, takes
-from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
+from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
-from octavo.server.request_bodies import CompletionBody, read_generation_body
+from octavo.server.request_bodies import CompletionBody, asked_form, param_of, read_generation_body
+from octavo.server.requests import completion_requests, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
 from octavo.text.detokenizer import shown_tail
@@ -35,7 +34,8 @@ def router(server: Server) -> APIRouter:
         names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}
         with named(names):
             asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
-            answer = _Answer(server, body, await completion_asks(request, server, body, asked), names)
+            texts, requests = await completion_requests(request, server, body, asked)
+            answer = _Answer(server, body, texts, requests, names)
         return await respond(request, server, answer, body.stream)
 
     return routes
@@ -51,37 +51,40 @@ class _Choice:
 
 
 class _Answer:
-    def __init__(self, server: Server, body: CompletionBody, asks: list[Ask], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, server: Server, body: CompletionBody, texts: list[str | None], requests: list[AddRequest], names: Mapping[str, str]
+    ) -> None:
+        """`texts`: those of the prompts that came as text."""
         self._names = names
         self._llm = server.llm
         self._echo = bool(body.echo)
-        self._asks = asks
-        self._n = asks[0].params.n
-        self._tally = Tally(asks)
-        self._watch = server.observer.watch("cmpl-", asks)
+        self._texts, self._requests = texts, requests
+        self._timeout = timeout_of(body, server.config)
+        self._n = requests[0].params.n
+        self._tally = Tally(requests)
+        self._watch = server.observer.watch("cmpl-", requests)
         timings = bool(body.include_timings)
         self._frame = Frame(self._watch.id, "text_completion", server.model_name, self._tally, body.stream_options, timings)
-        self._choices = [choice for ask in asks for choice in self._choices_of(ask)]
-        self._prompts: dict[int, str] = {}  # texts of prompts that are echoed
+        self._choices = [choice for request in requests for choice in self._choices_of(request)]
 
-    def _choices_of(self, ask: Ask) -> list[_Choice]:
-        if ask.params.logprobs is None:
+    def _choices_of(self, request: AddRequest) -> list[_Choice]:
+        if request.params.logprobs is None:
             return [_Choice(None) for _ in range(self._n)]
-        tokenizer, skip = self._llm.tokenizer, ask.params.skip_special_tokens
-        before = [] if self._echo else shown_tail(tokenizer, ask.prompt_token_ids)
+        tokenizer, skip = self._llm.tokenizer, request.params.skip_special_tokens
+        before = [] if self._echo else shown_tail(tokenizer, request.prompt_token_ids)
         return [_Choice(CompletionLogprobs(tokenizer, before, skip)) for _ in range(self._n)]
 
     def events(self) -> AsyncGenerator[str, None]:
-        return chunk_events(self._news(), self._tally, self._frame, self._chunks_of)
+        return chunk_events(self._updates(), self._tally, self._frame, self._chunks_of)
 
     async def whole(self) -> Response:
-        await collect(self._news(), self._tally, self._take)
+        await collect(self._updates(), self._tally, self._take)
         return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
-    async def _news(self) -> News:
+    async def _updates(self) -> Updates:
         """Yields all updates. Adds the logprobs of prompts first, in a thread, because those of a whole prompt come at once."""
-        async with aclosing(all_news(self._llm, self._asks, self._names, self._watch)) as news:
-            async for deltas in news:
+        async with aclosing(all_updates(self._llm, self._requests, self._timeout, self._names, self._watch)) as updates:
+            async for deltas in updates:
                 for delta in deltas:
                     if delta.prompt_logprobs is not None:
                         await asyncio.to_thread(self._add_prompt, delta.index // self._n, delta.prompt_logprobs)
@@ -90,7 +93,7 @@ class _Answer:
     def _add_prompt(self, prompt: int, found: list[TokenChoices | None]) -> None:
         for choice in self._choices[prompt * self._n : (prompt + 1) * self._n]:
             assert choice.logprobs is not None
-            choice.logprobs.add(self._asks[prompt].prompt_token_ids, found)
+            choice.logprobs.add(self._requests[prompt].prompt_token_ids, found)
 
     def _text_of(self, delta: TextDelta) -> str:
         """Returns the new text of a choice, and adds its logprobs. With `echo` the first text begins with the prompt."""
@@ -105,11 +108,12 @@ class _Answer:
 
     def _echoed(self, prompt: int) -> str:
         """Returns the text of a prompt. If it came as ids, it is decoded once for all samples."""
-        ask = self._asks[prompt]
-        if prompt not in self._prompts:
-            ids, skip = ask.prompt_token_ids, ask.params.skip_special_tokens
-            self._prompts[prompt] = self._llm.tokenizer.decode(ids, skip) if ask.prompt is None else ask.prompt
-        return self._prompts[prompt]
+        text = self._texts[prompt]
+        if text is None:
+            request = self._requests[prompt]
+            text = self._llm.tokenizer.decode(request.prompt_token_ids, request.params.skip_special_tokens)
+            self._texts[prompt] = text
+        return text
 
     def _chunks_of(self, delta: TextDelta) -> Iterator[str]:
         text, logprobs = self._text_of(delta), self._choices[delta.index].logprobs

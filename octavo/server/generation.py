@@ -1,28 +1,29 @@
-"""Turns asks into answers: merges the updates of all prompts into one stream, collects or streams them, and counts the usage."""
+"""Turns requests into answers: merges the updates of all prompts into one stream, collects or streams them, and counts the usage."""
 
 import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineError
-from octavo.messages import LifeRecord
+from octavo.messages import AddRequest, LifeRecord
 from octavo.outputs import TextDelta
 from octavo.server.body import named
-from octavo.server.events import DONE, EventStream, disconnect, unless
-from octavo.server.observer import Watch
+from octavo.server.errors import answer_for
+from octavo.server.records import Watch
 from octavo.server.request_bodies import StreamOptions
 from octavo.server.state import Server
+from octavo.server.turns import disconnect, unless
 from octavo.text.reasoning import ReasoningTokens
 
-News = AsyncGenerator[list[TextDelta], None]
+Updates = AsyncGenerator[list[TextDelta], None]
 
 
 class Answer(Protocol):
@@ -39,19 +40,24 @@ async def respond(request: Request, server: Server, answer: Answer, stream: bool
     return await unless(disconnect(request.receive), answer.whole())
 
 
-async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str], watch: Watch) -> News:
+async def all_updates(
+    llm: AsyncLLM, requests: Sequence[AddRequest], timeout: float, names: Mapping[str, str], watch: Watch
+) -> Updates:
     """Yields the updates of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
-    asks = [replace(ask, label=watch.id) for ask in asks]
+    streams = [llm.generate(request, timeout, watch.id) for request in requests]
     with named(names), watch:
-        async with aclosing(_sound_news(llm, asks[0]) if len(asks) == 1 else _mixed_news(llm, asks)) as news:
-            async for deltas in news:
+        async with aclosing(streams[0] if len(streams) == 1 else _mixed(streams, requests[0].params.n)) as updates:
+            async for deltas in updates:
+                for delta in deltas:
+                    if delta.finish_reason in ("error", "abort"):
+                        raise EngineError(delta.error or "the request was aborted", delta.code)
                 watch.take(deltas)
                 yield deltas
 
 
-async def _mixed_news(llm: AsyncLLM, asks: Sequence[Ask]) -> News:
-    queue: asyncio.Queue[list[TextDelta] | Exception | None] = asyncio.Queue(len(asks))
-    tasks = [asyncio.create_task(_feed(queue, llm, ask, number * ask.params.n)) for number, ask in enumerate(asks)]
+async def _mixed(streams: Sequence[Updates], n: int) -> Updates:
+    queue: asyncio.Queue[list[TextDelta] | Exception | None] = asyncio.Queue(len(streams))
+    tasks = [asyncio.create_task(_feed(queue, stream, number * n)) for number, stream in enumerate(streams)]
     try:
         running = len(tasks)
         while running:
@@ -68,10 +74,10 @@ async def _mixed_news(llm: AsyncLLM, asks: Sequence[Ask]) -> News:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _feed(queue: "asyncio.Queue[list[TextDelta] | Exception | None]", llm: AsyncLLM, ask: Ask, first_index: int) -> None:
+async def _feed(queue: "asyncio.Queue[list[TextDelta] | Exception | None]", stream: Updates, first_index: int) -> None:
     try:
-        async with aclosing(_sound_news(llm, ask)) as news:
-            async for deltas in news:
+        async with aclosing(stream) as updates:
+            async for deltas in updates:
                 for delta in deltas:
                     delta.index += first_index
                 await queue.put(deltas)
@@ -80,28 +86,19 @@ async def _feed(queue: "asyncio.Queue[list[TextDelta] | Exception | None]", llm:
         await queue.put(error)
 
 
-async def _sound_news(llm: AsyncLLM, ask: Ask) -> News:
-    async with aclosing(llm.generate(ask)) as news:
-        async for deltas in news:
-            for delta in deltas:
-                if delta.finish_reason in ("error", "abort"):
-                    raise EngineError(delta.error or "the request was aborted", delta.code)
-            yield deltas
-
-
 class Tally:
     """Counts what a request used: tokens as OpenAI counts them, and time. A prompt counts once, however many samples it has."""
 
-    def __init__(self, asks: Sequence[Ask], thinking: Sequence[ReasoningTokens] = ()) -> None:
+    def __init__(self, requests: Sequence[AddRequest], thinking: Sequence[ReasoningTokens] = ()) -> None:
         """`thinking`: a counter for each sample if the model thinks."""
         self._thinking = thinking
-        self._n = asks[0].params.n
-        self._prompt_tokens = sum(len(ask.prompt_token_ids) for ask in asks)
-        self._lives: list[LifeRecord | None] = [None] * len(asks)
+        self._n = requests[0].params.n
+        self._prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self._lives: list[LifeRecord | None] = [None] * len(requests)
         self._completion_tokens = 0
 
-    def count(self, news: Sequence[TextDelta]) -> None:
-        for delta in news:
+    def count(self, updates: Sequence[TextDelta]) -> None:
+        for delta in updates:
             self._completion_tokens += len(delta.token_ids)
             if self._thinking:
                 self._thinking[delta.index].push(delta.token_ids)
@@ -197,21 +194,62 @@ class Frame:
 
 
 async def chunk_events(
-    news: News, tally: Tally, frame: Frame, choices_of: Callable[[TextDelta], Iterable[str]]
+    updates: Updates, tally: Tally, frame: Frame, choices_of: Callable[[TextDelta], Iterable[str]]
 ) -> AsyncGenerator[str, None]:
     """Yields the chunks of each update list as one text. `choices_of` writes the choices of a delta as JSON."""
-    async with aclosing(news):
-        async for deltas in news:
+    async with aclosing(updates):
+        async for deltas in updates:
             tally.count(deltas)
             if written := "".join([frame.chunk(choice) for delta in deltas for choice in choices_of(delta)]):
                 yield written
     yield frame.last_chunk() + DONE
 
 
-async def collect(news: News, tally: Tally, take: Callable[[TextDelta], object]) -> None:
+async def collect(updates: Updates, tally: Tally, take: Callable[[TextDelta], object]) -> None:
     """Counts all updates, and gives each delta to `take`."""
-    async with aclosing(news):
-        async for deltas in news:
+    async with aclosing(updates):
+        async for deltas in updates:
             tally.count(deltas)
             for delta in deltas:
                 take(delta)
+
+
+# -- server-sent events
+#
+# Text is written as ASCII JSON: an event's lines end only at line feeds, but many clients also split at U+2028 and similar characters.
+# All events of one list of updates are sent in one write. A client that does not read is disconnected by protocol.py.
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(data: object, name: str | None = None) -> str:
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields. An error before the first event is raised, and so an ordinary answer; a later one is an event."""
+
+    def __init__(self, events: AsyncGenerator[str | bytes, None], media_type: str = "text/event-stream") -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless(disconnect(receive), self._send_all(send))
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        first = await anext(self._events)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._write(send, first)
+            async for events in self._events:
+                await self._write(send, events)
+        except Exception as error:
+            await self._write(send, event(answer_for(error).body) + DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, text: str | bytes) -> None:
+        await send({"type": "http.response.body", "body": text.encode() if isinstance(text, str) else text, "more_body": True})

@@ -15,12 +15,12 @@ from itertools import chain, cycle, islice
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from octavo.engine.async_llm import Ask, AsyncLLM
-from octavo.messages import Beams
+from octavo.engine.async_llm import AsyncLLM
+from octavo.messages import AddRequest, Beams
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
-from octavo.server.events import disconnect, unless
 from octavo.server.state import Server
+from octavo.server.turns import disconnect, unless
 
 LEAVE_SECONDS = 5.0  # how long a scene waits for the one before it: a client may ask for a scene before it has left another
 READY_SECONDS = 0.1  # between two looks whether the engine is there again
@@ -121,7 +121,7 @@ class _Performance:
             before, tokens = part.after
             async with self._news:
                 await self._news.wait_for(lambda: self._ended[before] or self._answered[before] >= tokens)
-        async for deltas in self.llm.generate(self._ask(part)):
+        async for deltas in self.llm.generate(self._request(part)):
             self._answered[index] += sum(len(delta.token_ids) for delta in deltas)
             await self._tell()
         self._ended[index] = True
@@ -137,10 +137,10 @@ class _Performance:
         async with self._news:
             self._news.notify_all()
 
-    def _ask(self, part: Part) -> Ask:
+    def _request(self, part: Part) -> AddRequest:
         ids = list(chain.from_iterable(self._cut(text, count) for text, count in part.prompt))
         params = SamplingParams(temperature=1.0, seed=7, n=part.samples, max_tokens=part.answer, ignore_eos=True)
-        return Ask(None, ids, params, beams=Beams(part.samples) if part.beams else None)
+        return AddRequest("", ids, params, beams=Beams(part.samples) if part.beams else None)
 
     def _cut(self, text: str, count: int) -> list[int]:
         """Returns the first `count` tokens of a text; a text that is too short is repeated."""

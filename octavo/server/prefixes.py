@@ -18,14 +18,14 @@ from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError
 from octavo.outputs import PinnedPrefix
-from octavo.policy.door import check_pin, no_such_prefix
+from octavo.policy.request import check_pin, no_such_prefix
 from octavo.server.access import current_arrival
-from octavo.server.asks import encode_beginning, encode_prompt, salt_of
 from octavo.server.body import Body, TokenIds, check_model, named, read_body, takes
 from octavo.server.errors import ApiError
-from octavo.server.events import disconnect, unless
 from octavo.server.request_bodies import BEAM_FIELDS, FIELDS
+from octavo.server.requests import encode_beginning, encode_prompt, salt_of
 from octavo.server.state import Server
+from octavo.server.turns import disconnect, unless
 from octavo.text.tools import check_tools
 
 _STATUSES = {"prefix_exists": 409, "prefix_not_found": 404}  # other refusals are a 400

@@ -1,20 +1,26 @@
-"""The bodies of the three routes that generate text: their fields with their types, and the names that each of them refuses.
+"""The bodies of the three routes that generate text: their fields with their types, the names that each of them refuses, and the
+form of the answer or the beam search that they ask for.
 
-`SamplingParams` checks the range of a number, asks.py the limits of this server. A field that is null counts as left out.
+`SamplingParams` checks the range of a number, requests.py the limits of this server. A field that is null counts as left out.
 A field that other servers have and this one does not is refused by name (FIELDS), with what to use instead: if it were ignored, the
 client would get the answer to another question. Fields that change nothing are in body.ACCEPTED. A field that no server has is
 ignored with a warning.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
 from octavo.errors import RequestError
-from octavo.server.body import Body, Numbers, Refusal, Texts, TokenIds, check_model, read_body
+from octavo.messages import Beams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.body import Body, Numbers, Refusal, Texts, TokenIds, check_model, named, read_body
 from octavo.server.state import Server
+from octavo.structured_outputs import PARAM, StructuredOutputsParams, structured_outputs
+from octavo.text.tools import ToolChoice
 
 _NO_MEMORY = Refusal("the server keeps no conversations: send all messages as input")
 MOST_LABEL_CHARS = 65_536  # in user and metadata, which this server does not use
@@ -203,3 +209,78 @@ def _is_longer(value: object, most: int) -> bool:
         else:
             most -= len(one) if isinstance(one, str) else 1
     return most < 0
+
+
+# -- the form of an answer that a body asks for
+
+TYPES = ("text", "json_object", "json_schema")
+
+
+def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
+    """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
+    by_format = _of_format(response_format, param)
+    if extra is None:
+        return by_format
+    if by_format is not None:
+        raise RequestError(f"{PARAM} and {param} exclude each other", PARAM)
+    return structured_outputs(extra)
+
+
+def _of_format(value: object, param: str) -> StructuredOutputsParams | None:
+    """Returns the form in a response format. A schema is in "json_schema" (chat) or beside the type (responses); `strict` has no effect."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or kind not in TYPES:
+        raise RequestError(f'{param} must be an object with a "type" of {", ".join(TYPES)}', param)
+    if kind != "json_schema":
+        return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
+    inner = value.get("json_schema", value)
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+        raise RequestError(f'{param} has no schema: "schema" must be an object', param)
+    if not isinstance(inner.get("name"), str | None) or not isinstance(inner.get("strict"), bool | None):
+        raise RequestError(f'{param}: "name" must be text and "strict" true or false', param)
+    with named({PARAM: param}):
+        return structured_outputs({"json": inner["schema"]})
+
+
+def param_of(extra: object, param: str, choice: ToolChoice | None = None) -> str:
+    """Returns the field that an error about the grammar names."""
+    return "tools" if choice is not None and choice.mode == "required" else PARAM if extra is not None else param
+
+
+# -- beam search
+
+# A search gives its answers when all are there, and ranks by the model's own logprobs: nothing may change these, or end a beam by its text.
+_BESIDE = (
+    "stream", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+    "stop", "stop_token_ids", "structured_outputs", "response_format",
+)  # fmt: skip
+_HARMLESS = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
+_OWN = ("beam_width", "length_penalty", "early_stopping")
+
+
+def beams_of(body: CompletionBody | ChatBody, most: int) -> Beams | None:
+    """Returns the search that a body asks for, if it does. `most`: the widest that this server allows"""
+    if not body.use_beam_search:
+        for name in _OWN:
+            if getattr(body, name) not in (None, False, *((1,) if name == "length_penalty" else ())):
+                raise RequestError(f"{name} is given, but use_beam_search is not true", name)
+        return None
+    for name in _BESIDE:
+        value = getattr(body, name)
+        if value and value != _HARMLESS.get(name) and value != {"type": "text"}:
+            raise RequestError(f"{name} cannot be used with beam search; leave it out, or use_beam_search", name)
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        raise RequestError("echo with logprobs cannot be used with beam search; leave one of them out, or use_beam_search", "echo")
+    width = (body.n or 1) if body.beam_width is None else body.beam_width
+    if width > most:
+        raise RequestError(f"the beam width is {width}, at most {most} is allowed", "beam_width" if body.beam_width else "n")
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    checked = BeamSearchParams(width, 1, length_penalty=penalty, early_stopping=body.early_stopping or False)
+    return Beams(checked.beam_width, checked.length_penalty, checked.early_stopping)
+
+
+def for_beams(params: SamplingParams) -> SamplingParams:
+    """Returns the same without what says how tokens are drawn, wherever it came from: beams are not drawn."""
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, repetition_penalty=1.0)

@@ -17,15 +17,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
-from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters
-from octavo.server.asks import chat_ask
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters
 from octavo.server.body import named, takes
-from octavo.server.events import event
-from octavo.server.generation import News, Tally, all_news, collect, respond
-from octavo.server.request_bodies import ResponseBody, read_generation_body
+from octavo.server.generation import Tally, Updates, all_updates, collect, event, respond
+from octavo.server.request_bodies import ResponseBody, asked_form, param_of, read_generation_body
+from octavo.server.requests import chat_request, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
 from octavo.text.call_reader import ToolCallDelta
@@ -51,9 +50,13 @@ def router(server: Server) -> APIRouter:
         with named(names):
             asked = asked_form(body.structured_outputs, body.text and body.text.format, FORMAT)
             own = {"max_tokens": body.max_output_tokens}
-            ask, form = await chat_ask(request, server, body, own, partial(messages_of, body), choice.offered(tools), choice, asked)
-        watch = server.observer.watch("resp_", [ask])
-        answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
+            offered = choice.offered(tools)
+            text, engine_request, form = await chat_request(
+                request, server, body, own, partial(messages_of, body), offered, choice, asked
+            )
+        watch = server.observer.watch("resp_", [engine_request])
+        updates = all_updates(server.llm, [engine_request], timeout_of(body, server.config), names, watch)
+        answer = _Answer(server, body, text, engine_request, form, watch.id, updates)
         return await respond(request, server, answer, body.stream)
 
     return routes
@@ -136,26 +139,27 @@ def _calls_joined(messages: Sequence[dict[str, object]]) -> list[dict[str, objec
 
 
 class _Answer:
-    def __init__(self, server: Server, body: ResponseBody, ask: Ask, form: AnswerForm, answer_id: str, news: News) -> None:
-        assert ask.prompt is not None
+    def __init__(
+        self, server: Server, body: ResponseBody, prompt: str, request: AddRequest, form: AnswerForm, answer_id: str, updates: Updates
+    ) -> None:
         self._body = body
-        self._params = ask.params
-        self._news = news
-        self._tally = Tally([ask], reasoning_counters(server, form, ask.prompt, 1))
-        self._parts = AnswerParts(form, ask.prompt, bool(body.stream))
+        self._params = request.params
+        self._updates = updates
+        self._tally = Tally([request], reasoning_counters(server, form, prompt, 1))
+        self._parts = AnswerParts(form, prompt, bool(body.stream))
         self._output = Output()
         self._finish_reason: str | None = None
         self._head = {"id": answer_id, "object": "response", "created_at": int(time.time()), "model": server.model_name}
 
     async def whole(self) -> Response:
-        await collect(self._news, self._tally, self._take)
+        await collect(self._updates, self._tally, self._take)
         self._end()
         return JSONResponse(self._response(self._status))
 
     async def events(self) -> AsyncGenerator[str, None]:
         begun = False
-        async with aclosing(self._news) as news:
-            async for deltas in news:
+        async with aclosing(self._updates) as updates:
+            async for deltas in updates:
                 self._tally.count(deltas)
                 written = "" if begun else self._beginning()
                 begun = True

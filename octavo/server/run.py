@@ -26,22 +26,21 @@ import uvloop
 from octavo import log
 from octavo.config import EngineConfig, debug_from_environment, log_level
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.pin_book import PinBook
+from octavo.engine.pins import PinRegistry
 from octavo.engine.stall_watch import StallWatch
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
+from octavo.inspector.recorder import Recorder
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
+from octavo.server.access import recording_has_text
 from octavo.server.answer_form import add_tool_template
 from octavo.server.app import build_app
 from octavo.server.listen import url_of
 from octavo.server.metrics import Numbers, shared_file
-from octavo.server.observer import Observer
-from octavo.server.privacy import recording_has_text
 from octavo.server.protocol import BoundedProtocol
-from octavo.server.recorder import Recorder
-from octavo.server.records import open_spans
-from octavo.server.siblings import Orders, Siblings, take_orders
+from octavo.server.records import Observer, open_spans
+from octavo.server.siblings import Siblings, SpawnConfig, read_spawn_config
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from octavo.text.prompt import TOOL_TEMPLATE
@@ -60,10 +59,10 @@ def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket, t
 
 def sibling(descriptor: int) -> None:
     """The entry point of a further API process."""
-    orders = take_orders()
-    log.setup(log_level("INFO"), orders.server.log_format)
+    spawn = read_spawn_config()
+    log.setup(log_level("INFO"), spawn.server.log_format)
     try:
-        code = _run(_further(orders, socket.socket(fileno=descriptor)))
+        code = _run(_further(spawn, socket.socket(fileno=descriptor)))
     except OctavoError as error:
         log.logger.error("an API process cannot go on: %s", error)
         code = 1
@@ -73,7 +72,11 @@ def sibling(descriptor: int) -> None:
 async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
     pins = shared_file() if config.api_processes > 1 else None
     llm = AsyncLLM(
-        engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text, pins=PinBook(pins)
+        engine,
+        _serving(config),
+        lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")),
+        text=text,
+        pins=PinRegistry(pins),
     )
     try:
         model_name = config.served_model_name or text.source.name
@@ -83,18 +86,18 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
             logger.info("The model's chat template has no place for tools: conversations with tools use Octavo's %s", TOOL_TEMPLATE.name)
         server.recorder = None if config.record is None else Recorder(config.record)
         found = replace(engine, model=str(text.source.path), revision=None)  # siblings do not look for the model again
-        orders = Orders(found, config, llm.address, server.model_name, pins=pins)
-        process = ApiProcess(server, listener, siblings=Siblings(orders, listener, observer.numbers))
+        spawn = SpawnConfig(found, config, llm.address, server.model_name, pins=pins)
+        process = ApiProcess(server, listener, siblings=Siblings(spawn, listener, observer.numbers))
         return await process.run_to_end()
     finally:
         await llm.close()  # also if a signal came before the server could handle it
 
 
-async def _further(orders: Orders, listener: socket.socket) -> int:
-    serving = _serving(orders.server, orders.row + orders.starts * NUMBERS)
-    llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address, pins=PinBook(orders.pins))
-    observer = _observer(orders.server, orders.model_name, orders.shared, orders.row)
-    server = Server(llm, orders.server, orders.model_name, observer)
+async def _further(spawn: SpawnConfig, listener: socket.socket) -> int:
+    serving = _serving(spawn.server, spawn.row + spawn.starts * NUMBERS)
+    llm = AsyncLLM(spawn.engine, serving, lambda error: process.fail(error), address=spawn.address, pins=PinRegistry(spawn.pins))
+    observer = _observer(spawn.server, spawn.model_name, spawn.shared, spawn.row)
+    server = Server(llm, spawn.server, spawn.model_name, observer)
     add_tool_template(server)
     process = ApiProcess(server, listener)
     return await process.run_to_end()

@@ -1,4 +1,5 @@
-"""Siblings are further API processes on the same port (`--api-processes`). Each inherits the listening socket and gets orders by a pipe.
+"""Siblings are further API processes on the same port (`--api-processes`). Each inherits the listening socket and gets its
+configuration by a pipe.
 
     parent ── socket, pipe ──► sibling ── unix socket ──► the one engine
            ◄── beats, in the metrics they share ──
@@ -26,13 +27,13 @@ from octavo.config import EngineConfig
 from octavo.engine.router import CLIENT_SECONDS
 from octavo.log import logger
 from octavo.server.metrics import Numbers
-from octavo.server.observer import TICK_SECONDS
+from octavo.server.records import TICK_SECONDS
 from octavo.server_config import ServerConfig
 
 SILENT_TICKS = round(CLIENT_SECONDS / TICK_SECONDS)  # the engine, too, gives up a client's requests after this time
 
 
-class Orders(Struct, frozen=True):
+class SpawnConfig(Struct, frozen=True):
     """Everything a sibling has to know. It goes through a pipe, because it has keys in it."""
 
     engine: EngineConfig
@@ -48,11 +49,11 @@ class Orders(Struct, frozen=True):
 class Sibling:
     """One sibling: starts its process, watches it, and starts it again when it has ended."""
 
-    def __init__(self, orders: Orders, listener: socket.socket, numbers: Numbers) -> None:
-        self._orders = orders
+    def __init__(self, spawn: SpawnConfig, listener: socket.socket, numbers: Numbers) -> None:
+        self._spawn_config = spawn
         self._listener = listener
         self._numbers = numbers
-        self._restarts = Restarts(orders.server.max_restarts)
+        self._restarts = Restarts(spawn.server.max_restarts)
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_at: float | None = None  # when it first showed a sign of life
         self._beats = 0.0  # at the last check
@@ -98,7 +99,7 @@ class Sibling:
         in which the sibling only waited for a CPU are not counted: it would go on if it were let. A sibling that is still starting is
         silent, and may be until the model is loaded.
         """
-        beats = self._numbers.beats(self._orders.row)
+        beats = self._numbers.beats(self._spawn_config.row)
         if beats != self._beats:
             self._beats, self._silent_ticks = beats, 0
             self._ready_at = time.monotonic() if self._ready_at is None else self._ready_at
@@ -112,10 +113,10 @@ class Sibling:
 
     def _start(self) -> None:
         self._ready_at, self._killed = None, False
-        self._beats, self._silent_ticks = self._numbers.beats(self._orders.row), 0
-        inherited = [each for each in (self._listener.fileno(), self._orders.shared, self._orders.pins) if each is not None]
+        self._beats, self._silent_ticks = self._numbers.beats(self._spawn_config.row), 0
+        inherited = [each for each in (self._listener.fileno(), self._spawn_config.shared, self._spawn_config.pins) if each is not None]
         words = command("octavo.server.run", "sibling", self._listener.fileno())
-        orders, self._starts = msgspec.structs.replace(self._orders, starts=self._starts), self._starts + 1
+        spawn, self._starts = msgspec.structs.replace(self._spawn_config, starts=self._starts), self._starts + 1
         try:
             # a group of its own, which Ctrl-C does not reach, but no session: Linux may give each session its own share of the CPUs
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, process_group=0)
@@ -125,14 +126,14 @@ class Sibling:
         self._cpu_wait = CpuWait(self._process.pid)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has already ended, which `check` will notice
-            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(spawn) + b"\n")
             self._process.stdin.flush()
 
     def _ended(self, how: str) -> None:
         """Plans the next start, or gives up."""
         logger.error("an API process %s", how)
         if self._process is not None and self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # the process ended before it had read its orders
+            with suppress(BrokenPipeError):  # the process ended before it had read its configuration
                 self._process.stdin.close()
         self._process = None
         now, restarts = time.monotonic(), self._restarts
@@ -145,9 +146,9 @@ class Sibling:
 
 
 class Siblings:
-    def __init__(self, orders: Orders, listener: socket.socket, numbers: Numbers) -> None:
+    def __init__(self, spawn: SpawnConfig, listener: socket.socket, numbers: Numbers) -> None:
         self._stopping = False
-        given = [msgspec.structs.replace(orders, shared=numbers.shared, row=row) for row in range(1, orders.server.api_processes)]
+        given = [msgspec.structs.replace(spawn, shared=numbers.shared, row=row) for row in range(1, spawn.server.api_processes)]
         self._all = [Sibling(each, listener, numbers) for each in given]
 
     def check(self) -> bool:
@@ -172,9 +173,9 @@ class Siblings:
             each.wait()
 
 
-def take_orders() -> Orders:
-    """Called by a sibling: returns its orders, and makes its process end when the parent's does."""
-    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+def read_spawn_config() -> SpawnConfig:
+    """Called by a sibling: returns its spawn, and makes its process end when the parent's does."""
+    spawn = msgspec.json.decode(sys.stdin.buffer.readline(), type=SpawnConfig)
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):  # until the parent's end of the pipe is closed; a file object would be locked at exit
@@ -182,4 +183,4 @@ def take_orders() -> Orders:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    return orders
+    return spawn

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.replica import State
+from octavo.inspector.hub import ViewHub
+from octavo.inspector.recorder import Recorder
 from octavo.server.grammar_check import GrammarChecker, first_pieces
-from octavo.server.observer import Observer
-from octavo.server.recorder import Recorder
-from octavo.server.threads import Threads
-from octavo.server.turn_queue import MOST_BYTES, MOST_STARTS, TurnQueue
-from octavo.server.view import ViewHub
+from octavo.server.records import Observer
+from octavo.server.turns import MOST_BYTES, MOST_STARTS, Threads, TurnQueue
 from octavo.server_config import ServerConfig
 
 

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from octavo.errors import LoadError
 from octavo.text.gguf_splits import SPLITS, Split
-from octavo.text.tokenizer_json import MAX_ADDED_CHARS, MAX_ADDED_TEXT, MAX_ADDED_TOKENS, MAX_UNIGRAM_TEXT
+from octavo.text.tokenizer_files import MAX_ADDED_CHARS, MAX_ADDED_TEXT, MAX_ADDED_TOKENS, MAX_UNIGRAM_TEXT
 
 Item = TypeVar("Item")
 

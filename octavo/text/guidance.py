@@ -1,4 +1,4 @@
-"""llguidance in the few words the engine needs; the one module that imports it.
+"""llguidance, as the engine needs it; the one module that imports it.
 
     guide(tokenizer, ...) -> Guide      the vocabulary as bytes, made once: some 0.4 s for 50,000 tokens
     Guide.compile(text)   -> Matcher    refuses what has no meaning, or allows no text at all
@@ -13,12 +13,14 @@ batches; after a slow batch its grammars are timed again.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
@@ -239,3 +241,33 @@ def _is_dead_end(error: str) -> bool:
 
 def _first_line(text: str) -> str:
     return " ".join(text.partition("<state>")[0].replace("<non-verbose/>", "").split())[:MOST_LETTERS]
+
+
+# -- EBNF
+
+# strings and sets of characters stay as they are; a comment goes
+_PIECE = re.compile(r'(?P<kept>"(?:\\.|[^"\\\n])*+"|\[(?:\\.|[^\]\\\n])*+\])|#[^\n]*+|(?P<bar>[ \t\r]*+\n\s*+\|)')
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
+
+
+def as_lark(grammar: str) -> str:
+    try:
+        return gbnf_to_lark(_PIECE.sub(_on_one_line, grammar))
+    except Exception as error:  # of the library, which raises various ones; RecursionError for deep groups
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())[:300]
+        raise RequestError(f"{PARAM}: grammar is not valid EBNF: {why}", PARAM) from None
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    """An alternative may begin on a line of its own: the library reads it at the end of the line before."""
+    return _ESCAPE.sub(_unescaped, found["kept"]) if found["kept"] else " |" if found["bar"] else ""
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """The library loses zeros of \\u and \\U, so letters stand for themselves, and the first 256 characters are written as \\x."""
+    digits = found[1] or found[2]
+    if not digits:
+        return found[0]
+    code = int(digits, 16)
+    return f"\\x{code:02x}" if code < 256 else chr(code)

@@ -22,8 +22,7 @@ import tokenizers
 from octavo.errors import LoadError, OctavoError, RequestError
 from octavo.text.gguf_tokenizer import build_gguf_tokenizer
 from octavo.text.json_file import parse_json_object, read_json_object, read_text
-from octavo.text.sentencepiece_file import read_sentencepiece
-from octavo.text.tokenizer_json import check_added_tokens, check_tokenizer_json
+from octavo.text.tokenizer_files import check_added_tokens, check_tokenizer_json, read_sentencepiece
 
 # Added tokens that stand where an image goes: without one they mean nothing.
 IMAGE_TOKENS = frozenset({"<|image_pad|>", "<|video_pad|>", "<|image|>", "<image>", "<image_soft_token>", "[IMG]"})

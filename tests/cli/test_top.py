@@ -19,13 +19,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli import top, top_watch
+from octavo.cli import top
 from octavo.cli.main import main
 from octavo.cli.top_picture import KINDS, SIGNS, figures_line, picture, plain
-from octavo.cli.top_watch import Watch
 from octavo.client.api import RemoteServer
 from octavo.client.http import parse_url
 from octavo.errors import RemoteError
+from octavo.inspector import remote
+from octavo.inspector.remote import Watch
 from tests.cli.processes import SECONDS, Typist, environment
 from tests.support.fair_clock import FairClock
 from tests.support.view_host import Shown, view_host
@@ -71,8 +72,8 @@ def watch_of(*frames: dict[str, Any]) -> Watch:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "ONCE_SECONDS", 0.5)
-    monkeypatch.setattr(top_watch, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(top_watch, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "SILENCE_SECONDS", 1.0)
 
 
 # promise: octavo-top-url, server-url-word

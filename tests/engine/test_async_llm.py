@@ -11,11 +11,12 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.child import Restarts
-from octavo.engine.async_llm import Ask, AsyncLLM
-from octavo.engine.link import Link
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.replica import Link
 from octavo.engine.supervisor import Serving, Supervisor
 from octavo.engine.wire import Add, Refused
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
+from octavo.messages import AddRequest
 from octavo.outputs import CompletionOutput, TextDelta
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, run, tokens, until
 from tests.support.fair_clock import FairClock
@@ -51,7 +52,7 @@ def test_text_is_that_of_the_offline_engine(stories: str) -> None:
 
     async def streamed() -> list[list[TextDelta]]:
         async with engine_process(stories, runner="model", num_gpu_blocks_override=200) as llm:
-            asks = [Ask(*llm.encoder.encode(prompt), params) for prompt, params in cases]
+            asks = [AddRequest("", llm.encoder.encode(prompt)[1], params) for prompt, params in cases]
             return await asyncio.gather(*(read(llm, each) for each in asks))
 
     for output, deltas, (_, params) in zip(wanted, run(streamed()), cases):
@@ -236,7 +237,7 @@ def test_who_waits_too_long_is_told_and_so_is_who_takes_too_long(endless: str) -
             assert len(await running) == 60
             news, start, clock = list[TextDelta](), time.monotonic(), FairClock()
             with pytest.raises(DeadlineError, match=r"after 0\.5 s") as deadline:
-                async for each in llm.generate(ask([1, 2], 400, timeout=0.5)):
+                async for each in llm.generate(ask([1, 2], 400), timeout=0.5):
                     news += each
             assert deadline.value.code == "deadline_exceeded"
             assert 0.45 < time.monotonic() - start and clock.seconds() < 2
@@ -267,7 +268,7 @@ def test_a_slow_reader_gets_one_delta_for_each_sample_and_the_whole_text(endless
 def test_what_can_never_be_served_is_refused_before_anything_is_sent(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, max_model_len=64) as llm:
-            cases: list[tuple[Ask, str | None]] = [
+            cases: list[tuple[AddRequest, str | None]] = [
                 (ask([1] * 70, 1), "prompt"),
                 (ask([99999]), "prompt"),
                 (ask([]), "prompt"),
@@ -298,11 +299,11 @@ def test_an_answer_that_comes_while_the_request_is_sent_is_read_and_a_request_th
 
             for send, error in ((refuse, RequestError), (break_down, OSError)):
                 with patch.object(replica, "send", send), pytest.raises(error):
-                    await asyncio.wait_for(read(llm, ask([1], timeout=99)), 9)
+                    await asyncio.wait_for(read(llm, ask([1]), timeout=99), 9)
             with patch.object(llm._outputs, "add", side_effect=OSError), pytest.raises(OSError):
                 await read(llm, ask([1], 99))
             await until(lambda: is_idle(llm))
-            assert not (llm._placing._trips or llm._outputs._readers or llm._outputs._processor._requests)
+            assert not (llm._streams or llm._outputs._requests)
 
     run(main())
 

@@ -5,8 +5,8 @@ from concurrent.futures import Future
 import pytest
 
 from octavo.engine.process import Loop
-from octavo.engine.view import NoView
 from octavo.errors import VerifyError
+from octavo.inspector.engine_view import NoView
 from octavo.messages import AddRequest, Delta, StepResult
 from tests.support.fake import FakeEngine, sampling
 
@@ -112,7 +112,7 @@ class Listener:
     def take(self, wait: bool, seconds: float | None) -> list[AddRequest]:
         return []
 
-    def publish(self, pulse: object) -> None:
+    def publish(self, status: object) -> None:
         pass
 
     def show(self, views: object) -> None:

@@ -15,12 +15,12 @@ import zmq
 
 from octavo.config import Debug, EngineConfig, environment_with, passed_on
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.process import Orders
+from octavo.engine.process import SpawnConfig
 from octavo.engine.ray_engine import _clock_ahead
 from octavo.engine.ray_host import Begin, Carried, Carrier, EngineActor
 from octavo.engine.router import CLIENT_SECONDS, Router
 from octavo.engine.supervisor import Serving, Supervisor
-from octavo.engine.wire import Beat, DownFrame, Hello, Ping, decode_up, encode
+from octavo.engine.wire import DownFrame, Heartbeat, Hello, Ping, decode_up, encode
 from octavo.errors import LoadError
 from octavo.worker.faults import Faults
 from octavo.worker.ray_spot import SILENT_SECONDS, Marks, deal, taken_spots
@@ -70,10 +70,10 @@ def test_the_next_engine_is_told_that_the_one_before_was_silent(endless: str) ->
 
     live = Supervisor._live
 
-    def noted(self: Supervisor, orders: Orders) -> Any:
-        if orders.number == 1:
-            told.append(orders.silent)
-        return live(self, orders)
+    def noted(self: Supervisor, spawn: SpawnConfig) -> Any:
+        if spawn.number == 1:
+            told.append(spawn.silent)
+        return live(self, spawn)
 
     with patch.object(Supervisor, "_live", noted):
         run(main())
@@ -112,8 +112,8 @@ def test_the_quickest_answer_tells_how_far_clocks_are_apart(monkeypatch: pytest.
 
 
 def with_orders(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    told = AsyncLLM._orders
-    monkeypatch.setattr(AsyncLLM, "_orders", lambda *given: msgspec.structs.replace(told(*given), **changes))
+    told = AsyncLLM._spawn_config
+    monkeypatch.setattr(AsyncLLM, "_spawn_config", lambda *given: msgspec.structs.replace(told(*given), **changes))
 
 
 @pytest.mark.parametrize("ahead", [0.0, 5000.0])
@@ -147,7 +147,7 @@ def test_an_engine_with_other_weights_than_the_first_is_refused(stories: str, mo
     async def main() -> None:
         async with engine_process(stories, runner="model") as llm:
             assert len(llm.facts.weights) == 32
-            assert llm._orders(llm.replicas[0]).weights == llm.facts.weights
+            assert llm._spawn_config(llm.replicas[0]).weights == llm.facts.weights
         with_orders(monkeypatch, weights=b"other")
         with pytest.raises(LoadError, match="holds other weights than engine 0 found there"):
             async with engine_process(stories, runner="model"):
@@ -175,8 +175,8 @@ def test_a_variable_is_passed_on_or_unset(monkeypatch: pytest.MonkeyPatch) -> No
 
 def begin_of(folder: str, **changes: Any) -> bytes:
     config = EngineConfig(model=folder, num_gpu_blocks_override=40)
-    orders = Orders(config, folder, "folder", "name", (), "", 1, 8, None, "ERROR", "text", 0.0, False, far=True)
-    return msgspec.json.encode(Begin(msgspec.structs.replace(orders, **changes), {"OCTAVO_DEBUG": "runner=fake"}))
+    spawn = SpawnConfig(config, folder, "folder", "name", (), "", 1, 8, None, "ERROR", "text", 0.0, False, far=True)
+    return msgspec.json.encode(Begin(msgspec.structs.replace(spawn, **changes), {"OCTAVO_DEBUG": "runner=fake"}))
 
 
 def ping(number: int, epoch: int) -> bytes:
@@ -208,7 +208,7 @@ def test_frames_of_each_client_come_in_order_and_to_that_client(endless: str) ->
         for name, frame in carried.frames:
             told[name].append(decode_up(frame))
     for frames in told.values():
-        assert isinstance(frames[0].body, Hello) and any(isinstance(frame.body, Beat) for frame in frames)
+        assert isinstance(frames[0].body, Hello) and any(isinstance(frame.body, Heartbeat) for frame in frames)
         assert [frame.number for frame in frames] == list(range(1, len(frames) + 1))
         assert not any(type(frame.body).__name__ == "Lost" for frame in frames)
     (child,) = _children(b"octavo.engine.process")

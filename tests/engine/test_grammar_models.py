@@ -8,8 +8,8 @@ import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo import llm as llm_module
-from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError, UnavailableError
+from octavo.messages import AddRequest
 from octavo.outputs import RequestOutput
 from octavo.text import grammar_text as limits
 from tests.support.engine_process import engine_process, is_idle, read, run, until
@@ -106,8 +106,8 @@ def test_an_engine_process_finds_the_vocabulary_by_itself_and_fails_a_request_al
     async def work() -> None:
         async with engine_process(stories, switches) as llm:
 
-            def asked(params: SamplingParams) -> Ask:
-                return Ask(*llm.encoder.encode("Once upon a time"), params)
+            def asked(params: SamplingParams) -> AddRequest:
+                return AddRequest("", llm.encoder.encode("Once upon a time")[1], params)
 
             bad = SamplingParams(structured_outputs=StructuredOutputsParams(json='{"$ref": "#"}'))
             good = [asked(params) for params in [*GUIDED[1:], PLAIN[1]]]

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.interrupt import DeferredInterrupt
+from octavo.engine.batch import DeferredInterrupt
 from octavo.outputs import TextDelta
 from octavo.policy import scheduler
 
@@ -35,7 +35,7 @@ def llm(stories: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
 def assert_usable(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks - 1)
-    assert not llm._outputs._readers and not llm._outputs._processor._requests
+    assert not llm._outputs._requests
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text.startswith(", there was a little girl named Lily.")
 

@@ -42,7 +42,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def assert_idle(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks - 1)
-    assert not llm._outputs._readers and not llm._outputs._processor._requests
+    assert not llm._outputs._requests
 
 
 def text_of(output: RequestOutput) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import time
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -10,18 +11,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.output import TURN_LOGPROBS, OutputProcessor, Stream, UnspelledDelta
+from octavo.engine.output import OutputProcessor, UnspelledDelta
+from octavo.engine.streams import TURN_LOGPROBS, Stream
 from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord, TokenLogprobs
-from octavo.outputs import RequestOutput
+from octavo.outputs import RequestOutput, TextDelta
 from octavo.sampling_params import SamplingParams
-from octavo.text.detokenizer import shown_tail
-from octavo.text.stop_strings import StopSearch, StopStrings
+from octavo.text.detokenizer import StopSearch, StopStrings, shown_tail
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import smollm2_metadata
 
 WORDS = ["a", "b", "ab", " ", "\n", "User", "\nUser:", "é", "e\u0301", "日本", "🙂", "👩‍👩‍👧", "\ufffd", "the end"]
 REASONS: list[FinishReason] = ["length", "stop", "abort"]
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=25).map("".join)
+
+
+@dataclass
+class Processed:
+    """What became of some deltas."""
+
+    deltas: list[TextDelta] = field(default_factory=list)
+    finished: list[RequestOutput] = field(default_factory=list)
+    aborts: list[tuple[str, int]] = field(default_factory=list)
+
+
+class Processor:
+    """An `OutputProcessor` with one reader of all requests."""
+
+    def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
+        self._read = Processed()
+        self.outputs = OutputProcessor(tokenizer, lambda *sample: self._read.aborts.append(sample), keep_logprobs)
+
+    def add(self, request: AddRequest) -> None:
+        self.outputs.add(request, None, self)
+
+    def push(self, delta: TextDelta) -> None:
+        self._read.deltas.append(delta)
+
+    def finish(self, output: RequestOutput) -> None:
+        self._read.finished.append(output)
+
+    def process(self, deltas: list[Delta]) -> Processed:
+        self._read = Processed()
+        self.outputs.process(deltas)
+        return self._read
 
 
 @cache
@@ -54,8 +86,8 @@ def check(ids: list[int], stops: list[str], cuts: list[int], reason: FinishReaso
     """Feed ids, cut into deltas, to a processor; `reason` is how the engine ends them."""
     text, count, matched = expected(ids, stops)
     end_ids = [tokenizer().eos_token_ids[0]] if reason == "stop" else []
-    processor = OutputProcessor(tokenizer())
-    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, stop=tuple(stops))), None)
+    processor = Processor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, stop=tuple(stops))))
     bounds = sorted({0, len(ids), *cuts})
     shown, tokens = "", list[int]()
     finished, aborts = list[RequestOutput](), list[tuple[str, int]]()
@@ -79,7 +111,7 @@ def check(ids: list[int], stops: list[str], cuts: list[int], reason: FinishReaso
     assert (completion.finish_reason, completion.stop_reason) == (("stop", matched) if matched is not None else (reason, None))
     known = count > bounds[-2]  # the last delta told how the engine ended it
     assert aborts == ([] if known else [("r", 0)]), "the engine is told to abort what it does not know has ended"
-    assert not processor._requests
+    assert not processor.outputs._requests
 
 
 @st.composite
@@ -144,8 +176,8 @@ def test_long_stop_strings_cost_no_more_than_short_ones(text: str) -> None:
 
     def seconds(length: int) -> float:
         params = SamplingParams(max_tokens=None, stop=tuple("a" * length + end for end in "bcde"))
-        processor = OutputProcessor(tokenizer())
-        processor.add(AddRequest("r", [504], params), None)
+        processor = Processor(tokenizer())
+        processor.add(AddRequest("r", [504], params))
         ids = tokenizer().encode(text * 300)
         start = time.process_time()
         for token in ids:
@@ -158,9 +190,9 @@ def test_long_stop_strings_cost_no_more_than_short_ones(text: str) -> None:
 def test_what_samples_share_of_a_prompt_is_looked_at_once() -> None:
     """128 samples of a prompt of a million ids: only its end decides how the text goes on."""
     prompt = tokenizer().encode("the end") * 500_000
-    processor = OutputProcessor(tokenizer())
+    processor = Processor(tokenizer())
     start = time.process_time()
-    processor.add(AddRequest("r", prompt, SamplingParams(n=128)), None)
+    processor.add(AddRequest("r", prompt, SamplingParams(n=128)))
     assert time.process_time() - start < 0.5
     special = [tokenizer().eos_token_ids[0]] * 200_000
     assert shown_tail(tokenizer(), prompt + special) == prompt[-3:]
@@ -169,8 +201,8 @@ def test_what_samples_share_of_a_prompt_is_looked_at_once() -> None:
 def test_news_of_a_sample_that_has_stopped_are_ignored_while_another_goes_on() -> None:
     """At depth 2 a token may be on the way when a stop string is found."""
     ids = tokenizer().encode("the end")
-    processor = OutputProcessor(tokenizer())
-    processor.add(AddRequest("r", [504], SamplingParams(n=2, stop=(" end",))), None)
+    processor = Processor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(n=2, stop=(" end",))))
     first = processor.process([Delta("r", 0, ids), Delta("r", 1, ids[:1])])
     assert [delta.text for delta in first.deltas] == ["the", "the"] and first.aborts == [("r", 0)]
     late = processor.process([Delta("r", 0, ids), Delta("r", 0, [], finish_reason="abort")])
@@ -183,18 +215,18 @@ def test_news_of_a_sample_that_has_stopped_are_ignored_while_another_goes_on() -
 
 
 def test_a_dropped_or_unknown_request_is_ignored() -> None:
-    processor = OutputProcessor(None)
-    processor.add(AddRequest("r", [1], SamplingParams()), None)
-    processor.drop("r")
-    processor.drop("r")
+    processor = Processor(None)
+    processor.add(AddRequest("r", [1], SamplingParams()))
+    processor.outputs.drop("r")
+    processor.outputs.drop("r")
     news = processor.process([Delta("r", 0, [5]), Delta("never", 0, [5])])
     assert not (news.deltas or news.finished or news.aborts)
 
 
 def test_a_stop_string_counts_only_after_min_tokens() -> None:
     ids = tokenizer().encode("a stop b stop c")
-    processor = OutputProcessor(tokenizer())
-    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, min_tokens=2, stop=" stop")), None)
+    processor = Processor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, min_tokens=2, stop=" stop")))
     news = [processor.process([Delta("r", 0, [token])]) for token in ids]
     (output,) = [finished for one in news for finished in one.finished]
     assert output.outputs[0].text == "a stop b" == "".join(delta.text for one in news for delta in one.deltas)
@@ -205,9 +237,9 @@ def test_a_stop_string_counts_only_after_min_tokens() -> None:
 @pytest.mark.parametrize(("include", "text"), [(False, "the"), (True, "the end")])
 def test_a_stop_string_stays_in_the_text_where_asked_for(include: bool, text: str) -> None:
     ids = tokenizer().encode("the end of it")
-    processor = OutputProcessor(tokenizer())
+    processor = Processor(tokenizer())
     params = SamplingParams(stop=" end", include_stop_str_in_output=include, max_tokens=None)
-    processor.add(AddRequest("r", [504], params), None)
+    processor.add(AddRequest("r", [504], params))
     news = [processor.process([Delta("r", 0, [token])]) for token in ids]
     assert "".join(delta.text for one in news for delta in one.deltas) == text
     (output,) = [finished.outputs[0] for one in news for finished in one.finished]
@@ -226,8 +258,8 @@ def test_a_stop_string_stays_in_the_text_where_asked_for(include: bool, text: st
 )
 def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[str, bool], text: str) -> None:
     ids = tokenizer().encode("<|im_start|>Hi<|im_end|>")
-    processor = OutputProcessor(tokenizer())
-    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, **settings)), None)  # type: ignore[arg-type]
+    processor = Processor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, **settings)))  # type: ignore[arg-type]
     news = processor.process([Delta("r", 0, ids, finish_reason="stop", life=LifeRecord(1.0))])
     assert news.deltas[0].text == news.finished[0].outputs[0].text == text
     assert news.finished[0].outputs[0].token_ids == ids
@@ -236,8 +268,8 @@ def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[st
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
 def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt(keep: bool) -> None:
     found = [TokenLogprobs(-float(rank), rank, (7, 8), (-1.0, -2.0)) for rank in range(1, 6)]
-    processor = OutputProcessor(tokenizer(), keep_logprobs=keep)
-    processor.add(AddRequest("r", [504, 505], SamplingParams(n=2, logprobs=2, prompt_logprobs=2)), None)
+    processor = Processor(tokenizer(), keep_logprobs=keep)
+    processor.add(AddRequest("r", [504, 505], SamplingParams(n=2, logprobs=2, prompt_logprobs=2)))
     assert not processor.process([Delta("r", 0, [], prompt_logprobs=(1, found[:1]))]).deltas, "a piece of the prompt alone is no news"
     first = processor.process([Delta("r", 0, [5, 6], found[1:3]), Delta("r", 1, [7], found[3:4])]).deltas
     later = processor.process([Delta("r", 0, [9], found[4:], finish_reason="length"), Delta("r", 1, [], finish_reason="abort")])
@@ -263,7 +295,7 @@ def test_readers_who_are_far_behind_spell_a_few_logprobs_one_after_another_and_o
             await asyncio.sleep(0)
 
     async def read(spelling: asyncio.Lock) -> list[int]:
-        stream = Stream("r", tokenizer(), spelling)
+        stream = Stream(AddRequest("r", [1], SamplingParams()), tokenizer(), spelling)
         for token in range(3 * TURN_LOGPROBS):
             stream.push(UnspelledDelta("r", 0, "", [token], found=[found]))
         stream.finish(RequestOutput("r", None, [], None, [], True, 0, LifeRecord(1.0)))
@@ -287,8 +319,8 @@ def test_readers_who_are_far_behind_spell_a_few_logprobs_one_after_another_and_o
 
 
 def test_an_error_is_told_with_its_code() -> None:
-    processor = OutputProcessor(tokenizer())
-    processor.add(AddRequest("r", [504], SamplingParams()), None)
+    processor = Processor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams()))
     assert processor.process([Delta("r", 0, [5])]).deltas[0].error is None
     (delta,) = processor.process([Delta("r", 0, [], finish_reason="error", error="it broke", code="numerical_error")]).deltas
     assert (delta.error, delta.code, delta.stop_reason, delta.logprobs) == ("it broke", "numerical_error", "it broke", None)

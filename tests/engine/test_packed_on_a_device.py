@@ -50,7 +50,7 @@ class Form:
 FORMS = {
     "AWQ with biases": Form(Kind(group_size=64, architecture="Qwen2ForCausalLM")),
     "GPTQ with act-order": Form(Kind("gptq", group_size=32, act_order=True)),
-    "GPTQ with orders that differ": Form(Kind("gptq", group_size=32, act_order=True, own_orders=True), floats="2 qkv, 2 gate_up"),
+    "GPTQ with spawn that differ": Form(Kind("gptq", group_size=32, act_order=True, own_orders=True), floats="2 qkv, 2 gate_up"),
     "GGUF, also the vocabulary": Form(gguf="Q8_0", tie=True),
     "GGUF of several kinds": Form(gguf="Q4_0", kinds={"attn_v": "F16", "ffn_up": "Q8_0", "ffn_down": "Q5_0"}, floats="2 qkv"),
     "FP8 in blocks": Form(Kind("fp8", 8, 64, sym=True)),
@@ -127,7 +127,7 @@ def test_codes_say_what_their_floats_say_and_take_what_was_planned(tmp_path: Pat
 
 
 # promise: quantised-weights-stay
-@pytest.mark.parametrize(("name", "depth"), [("GPTQ with orders that differ", 1), ("GGUF, also the vocabulary", 2), ("FP8 in blocks", 2)])
+@pytest.mark.parametrize(("name", "depth"), [("GPTQ with spawn that differ", 1), ("GGUF, also the vocabulary", 2), ("FP8 in blocks", 2)])
 def test_paging_is_invisible(tmp_path: Path, name: str, depth: int) -> None:
     path = FORMS[name].write(tmp_path)
     source = resolve_model(str(path))

@@ -17,13 +17,12 @@ from unittest.mock import patch
 import pytest
 
 from octavo import LLM, child
-from octavo.engine import pin_book, pin_keeper
-from octavo.engine.async_llm import Ask, AsyncLLM
-from octavo.engine.pin_book import MOST_PINS, PinBook, PinEntry
-from octavo.engine.pin_keeper import MOST_LOSSES, PinKeeper
+from octavo.engine import pins
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.pins import MOST_LOSSES, MOST_PINS, PinEntry, PinReconciler, PinRegistry
 from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, OctavoError, RequestError, UnavailableError
-from octavo.messages import LifeRecord
+from octavo.messages import AddRequest, LifeRecord
 from octavo.sampling_params import SamplingParams
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, until
 from tests.support.http_server import wait_for
@@ -33,13 +32,13 @@ PAIR = Serving(engines=2, max_restarts=100, beat_timeout=1.5, routing="turns")
 SHORT = {"max_model_len": 256, "num_gpu_blocks_override": 100}
 
 
-async def life(llm: AsyncLLM, question: Ask) -> LifeRecord:
+async def life(llm: AsyncLLM, question: AddRequest) -> LifeRecord:
     found = (await read(llm, question))[-1].life
     assert found is not None
     return found
 
 
-def longer(tail: int, salt: str = "", count: int = 2) -> Ask:
+def longer(tail: int, salt: str = "", count: int = 2) -> AddRequest:
     return replace(ask([*PREFIX, tail], count), cache_salt=salt)
 
 
@@ -118,8 +117,8 @@ def test_who_gives_up_an_order_and_what_nobody_wants_is_released(endless: str) -
             with pytest.raises(RequestError, match="the prefix was released"):
                 await order
             stray = await llm.pins.pin("stray", PREFIX)
-            (entry,) = llm.pins._book.entries()
-            llm.pins._book.remove(entry.pin_id)  # as if its release had not reached the engine
+            (entry,) = llm.pins._registry.entries()
+            llm.pins._registry.remove(entry.pin_id)  # as if its release had not reached the engine
             await until(lambda: is_idle(llm) and llm.stats.pinned_blocks == 0)
             assert stray.held
 
@@ -141,7 +140,7 @@ def test_a_prefix_that_engines_die_over_one_after_the_other_is_released(
     endless: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(child, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(pin_keeper, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(pins, "AGAIN_SECONDS", 0.0)
 
     async def main() -> None:
         async with engine_process(endless, "", Serving(max_restarts=9), **SHORT) as llm:
@@ -157,11 +156,11 @@ def test_a_prefix_that_engines_die_over_one_after_the_other_is_released(
 
 
 def test_deaths_of_engines_count_only_where_none_has_computed_the_prefix_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin_keeper, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(pins, "AGAIN_SECONDS", 0.0)
     dead, slow = UnavailableError("the engine died", 1, "engine_dead"), DeadlineError("it took too long")
     fates: list[OctavoError | None] = [dead, dead, None, dead, slow, dead, None, dead, dead, dead]
     replica: Any = SimpleNamespace(number=0, is_ready=True, pins={}, pins_before={}, send=lambda message: None)
-    book = PinBook()
+    book = PinRegistry()
 
     async def compute(*_: object) -> None:
         if (fate := fates.pop(0)) is not None:
@@ -170,7 +169,7 @@ def test_deaths_of_engines_count_only_where_none_has_computed_the_prefix_since(m
     async def main() -> None:
         book.add(entry("one"))
         book.confirm("id-one")
-        keeper = PinKeeper(book, [replica], compute, leads=True)
+        keeper = PinReconciler(book, [replica], compute, leads=True)
         while book.entries():
             keeper.check()
             await asyncio.sleep(0)
@@ -185,16 +184,16 @@ def test_pins_that_were_released_leave_nothing_behind() -> None:
     async def compute(*_: object) -> None:
         raise UnavailableError("the engine died", 1, "engine_dead")
 
-    def size(keeper: PinKeeper) -> int:
+    def size(keeper: PinReconciler) -> int:
         return sum(len(each) for each in vars(keeper).values() if isinstance(each, dict | set))
 
     async def main() -> None:
-        keeper = PinKeeper(PinBook(), [replica], compute, leads=True)
+        keeper = PinReconciler(PinRegistry(), [replica], compute, leads=True)
         for number in range(9):
             with pytest.raises(UnavailableError):
                 await keeper.pin("failed", PREFIX)
-            keeper._book.add(entry(str(number)))
-            keeper._book.confirm(f"id-{number}")
+            keeper._registry.add(entry(str(number)))
+            keeper._registry.confirm(f"id-{number}")
             keeper.check()
             await asyncio.sleep(0)
             assert keeper._not_before and keeper._losses, "its repair did not fail"
@@ -212,7 +211,7 @@ def entry(name: str, seconds: float | None = None, maker: int = 0) -> PinEntry:
 
 def test_processes_share_a_book() -> None:
     with tempfile.TemporaryFile() as file:
-        first, second = PinBook(file.fileno()), PinBook(file.fileno())
+        first, second = PinRegistry(file.fileno()), PinRegistry(file.fileno())
         first.add(entry("one"))
         with pytest.raises(RequestError, match="there is a prefix with the name 'one'"):
             second.add(entry("one"))
@@ -221,7 +220,7 @@ def test_processes_share_a_book() -> None:
         assert [each.confirmed for each in second.entries()] == [True, False]
         wait_for(lambda: [each.name for each in second.entries()] == ["one"])
         assert not second.confirm("id-brief")
-        code = f"from octavo.engine.pin_book import PinBook; PinBook({file.fileno()}).remove('id-one')"
+        code = f"from octavo.engine.pins import PinRegistry; PinRegistry({file.fileno()}).remove('id-one')"
         subprocess.run([sys.executable, "-c", code], pass_fds=[file.fileno()], check=True)
         assert first.entries() == []
         for number in range(MOST_PINS):
@@ -244,14 +243,14 @@ def locked(file: IO[bytes]) -> Iterator[None]:
 def test_who_keeps_the_book_locked_stops_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     replica: Any = SimpleNamespace(number=0, is_ready=True, pins={}, pins_before={}, send=lambda message: None)
     tries: list[float] = []
-    monkeypatch.setattr(pin_book, "time", SimpleNamespace(monotonic=time.monotonic, sleep=tries.append))
+    monkeypatch.setattr(pins, "time", SimpleNamespace(monotonic=time.monotonic, sleep=tries.append))
 
     async def main(file: IO[bytes]) -> None:
         async def compute(*_: object) -> None:
             held.enter_context(locked(file))
 
-        book = PinBook(file.fileno())
-        keeper = PinKeeper(book, [replica], compute, leads=False)
+        book = PinRegistry(file.fileno())
+        keeper = PinReconciler(book, [replica], compute, leads=False)
         with ExitStack() as held, pytest.raises(UnavailableError, match="another API process keeps the list of pinned prefixes locked"):
             await keeper.pin("one", PREFIX)  # locked while it is computed, so it can neither be confirmed nor removed
         tries.clear()
@@ -275,7 +274,7 @@ def test_an_order_whose_process_has_died_is_dropped(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "", Serving(), **SHORT) as llm:
             gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-            llm.pins._book.add(entry("orphan", maker=int(gone.stdout)))
+            llm.pins._registry.add(entry("orphan", maker=int(gone.stdout)))
             await until(lambda: not llm.pins.list())
 
     run(main())

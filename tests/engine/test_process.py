@@ -23,11 +23,10 @@ from octavo.config import Debug
 from octavo.engine import router as router_module
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
 from octavo.engine.process import StatsLog
-from octavo.engine.router import LARGE, Command, Gone, Met, Pulse, Router, _sliced, stalled_for
+from octavo.engine.router import LONGEST, RECENT, SHORTEST, Command, Gone, LoopStatus, Met, Pace, Router, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
-from octavo.engine.wire import Abort, Add, DownFrame, Ping
+from octavo.engine.wire import LARGE, Abort, Add, DownFrame, Ping, sliced
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, EngineFacts, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -321,17 +320,17 @@ def test_it_leaves_ctrl_c_to_its_parent_and_reset_reaches_it(endless: str) -> No
 def test_logprobs_of_a_long_prompt_come_in_pieces_that_are_soon_read() -> None:
     logprobs = [TokenLogprobs(-float(at), 1, (), ()) for at in range(LARGE * 2 + 10)]
     news = [Delta("a-1", 0, [5]), Delta("a-2", 0, [], prompt_logprobs=(7, logprobs)), Delta("a-2", 0, [6])]
-    frames = list(_sliced(news))
+    frames = list(sliced(news))
     pieces = [delta.prompt_logprobs for frame in frames[:-1] for delta in frame]
     assert [piece and (piece[0], len(piece[1])) for piece in pieces] == [(7, LARGE), (7 + LARGE, LARGE), (7 + 2 * LARGE, 10)]
     assert [found for piece in pieces if piece for found in piece[1]] == logprobs
     assert frames[-1] == [news[0], news[2]], "and what is short in one"
-    assert list(_sliced(frames[-1])) == [frames[-1]]
+    assert list(sliced(frames[-1])) == [frames[-1]]
 
 
 def test_a_loop_that_slept_is_not_one_that_hangs() -> None:
     stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-    idle, busy = (Pulse(10.0, on, 5, 3, 1, stats) for on in (False, True))
+    idle, busy = (LoopStatus(10.0, on, 5, 3, 1, stats) for on in (False, True))
     assert stalled_for(idle, 0, 0.0, 400.0) == 0
     assert stalled_for(idle, 1, 399.5, 400.0) == 0.5, "a request has just come, after a long sleep"
     assert stalled_for(idle, 1, 20.0, 400.0) == 380, "it came long ago, and the loop never took it"
@@ -382,7 +381,7 @@ def test_a_burst_of_long_prompts_is_taken_over_several_turns(tmp_path: Path) -> 
 def test_a_client_that_lost_its_requests_is_told_again_what_the_engine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"ipc://{tmp_path}/engine"
     router, client = Router(address, 1, 1, 1000, Faults(Debug())), raw(address, b"client")
-    router.ready(EngineFacts("model", 1, Limits(1, 1, 1, 1, 1, 1)), Pulse(time.monotonic(), False, 0, 0, 1, SchedulerStats(*[0] * 9)))
+    router.ready(EngineFacts("model", 1, Limits(1, 1, 1, 1, 1, 1)), LoopStatus(time.monotonic(), False, 0, 0, 1, SchedulerStats(*[0] * 9)))
     router.start()
 
     def heard(*numbers: int, epoch: int = 1) -> Command:
@@ -406,7 +405,7 @@ def test_an_engine_that_rests_gives_back_what_its_steps_freed(tmp_path: Path, mo
     router, stats = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug())), SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
     beats = [(True, 5, 9, 0), (False, 5, 1, 0), (False, 5, 9, 1), (False, 5, 9, 1), (False, 6, 1, 1), (False, 6, 9, 2)]
     for busy, steps, seconds, times in beats:
-        router.publish(Pulse(time.monotonic(), busy, steps, 0, 1, stats))
+        router.publish(LoopStatus(time.monotonic(), busy, steps, 0, 1, stats))
         router._given_back = router._given_back[0], time.monotonic() - seconds
         router._beat()
         assert len(given_back) == times

@@ -35,7 +35,7 @@ KINDS = {
     "GPTQ v2 of 64 with act-order": Kind("gptq", group_size=64, sym=True, act_order=True, first_format=False),
     "GPTQ of 8 bits and whole rows": Kind("gptq", 8, -1),
     "GPTQ of 8 bits with act-order": Kind("gptq", 8, 64, sym=True, act_order=True, tie=True),
-    "GPTQ with orders that differ": Kind("gptq", group_size=32, act_order=True, own_orders=True),
+    "GPTQ with spawn that differ": Kind("gptq", group_size=32, act_order=True, own_orders=True),
     "compressed words of 4 bits": Kind("words", group_size=64, architecture=QWEN),
     "compressed words of 8 bits and whole rows": Kind("words", 8, -1, sym=True),
     "compressed words with act-order": Kind("words", group_size=32, act_order=True, tie=True),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.replica import Replica
 from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, EngineError, OverloadError
-from octavo.messages import Beams
+from octavo.messages import AddRequest, Beams
 from octavo.outputs import TextDelta
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
@@ -22,7 +22,7 @@ from tests.support.engine_process import ask, engine_process, is_idle, read, run
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=1.5)
 
 
-def questions() -> list[Ask]:
+def questions() -> list[AddRequest]:
     """Two of each kind: seeded and not, samples, penalties, stops, logprobs, of the prompt too, a long prompt, an early end."""
     kinds: list[dict[str, Any]] = [
         {}, {"seed": None}, {"temperature": 0}, {"n": 3}, {"n": 2, "seed": None, "logprobs": 2}, {"repetition_penalty": 1.3},
@@ -157,7 +157,7 @@ def test_requests_wait_for_an_engine_where_none_is_left_and_deadlines_run_on(end
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=10", Serving(engines=2, max_restarts=100), max_num_seqs=8) as llm:
             whole = await tokens(llm, ask([1, 2, 3], 60))
-            stream, late = asyncio.create_task(tokens(llm, ask([1, 2, 3], 60))), asyncio.create_task(read(llm, ask([4], 400, timeout=0.8)))
+            stream, late = asyncio.create_task(tokens(llm, ask([1, 2, 3], 60))), asyncio.create_task(read(llm, ask([4], 400), 0.8))
             for engine in (0, 1):
                 before = llm.stats.generation_tokens
                 await until(lambda before=before: llm.stats.generation_tokens > before + 5)  # type: ignore[misc]
@@ -207,7 +207,7 @@ def test_requests_of_one_prefix_meet_in_one_engine_and_say_so(endless: str) -> N
             assert {life.engine for life in first if life} == {0, 1, 2} and {life.routing for life in first if life} == {"load"}
             for number, life in enumerate(later):
                 assert life is not None and (life.routing, life.engine, life.cached_tokens) == ("prefix", first[number % 3].engine, 64)  # type: ignore[union-attr]
-            salted = await read(llm, Ask(None, [*prefixes[0], 9], ask([1], 2).params, cache_salt="other"))
+            salted = await read(llm, AddRequest("", [*prefixes[0], 9], ask([1], 2).params, cache_salt="other"))
             assert salted[-1].life is not None and (salted[-1].life.cached_tokens, salted[-1].life.routing) == (0, "load")
 
     run(main())
@@ -234,7 +234,7 @@ async def storm(llm: AsyncLLM, streams: int, steps: int, pause: tuple[float, flo
     clients = [asyncio.create_task(client(number)) for number in range(streams)]
     while sum(llm.stats.steps) < steps and not any(task.done() for task in clients):
         await asyncio.sleep(rng.uniform(*pause))
-        await until(lambda: not any(trip.losses for trip in llm._placing._trips.values()))  # one that loses two engines is failed
+        await until(lambda: not any(stream.losses for stream in llm._streams.values()))  # one that loses two engines is failed
         ready = [replica.number for replica in llm.replicas if replica.state == "ready" and replica.pid is not None]
         if len(ready) > 1:
             kill(llm, rng.choice(ready), rng.choice([signal.SIGKILL, signal.SIGSTOP]))

@@ -12,13 +12,13 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine import trace
-from octavo.engine.trace import StepTrace, numbered, open_trace
-from octavo.engine.view import EngineView
+from octavo.engine.trace import StepTrace, numbered
 from octavo.errors import ConfigError
 from tests.cli.processes import ROOT, environment
 from tests.support.fake import FakeEngine, sampling
 from tests.support.models import tiny_model
 from tests.support.story_folder import story_folder
+from tests.support.watching import view_of
 
 
 def events_of(path: Path, cut: bool = False) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def events_of(path: Path, cut: bool = False) -> list[dict[str, Any]]:
 
 def traced(path: Path, **settings: Any) -> FakeEngine:
     engine = FakeEngine(**settings)
-    engine.core.trace = open_trace(str(path))
+    engine.core.traces = [StepTrace(str(path))]
     return engine
 
 
@@ -73,7 +73,7 @@ def test_every_step_is_a_slice_of_what_was_planned_with_what_was_done_inside(tmp
 def test_an_engine_that_died_and_its_successor_share_a_file(tmp_path: Path) -> None:
     for epoch in (1, 2):
         engine = FakeEngine()
-        engine.core.trace = open_trace(str(tmp_path / "t.json"), goes_on=epoch > 1)
+        engine.core.traces = [StepTrace(str(tmp_path / "t.json"), goes_on=epoch > 1)]
         engine.add("a", [1, 2, 3])
         engine.run()  # never closed: whatever is left to do has been written
     names = [event["name"] for event in events_of(tmp_path / "t.json", cut=True)]
@@ -84,7 +84,7 @@ def test_an_engine_that_died_and_its_successor_share_a_file(tmp_path: Path) -> N
 def test_what_was_done_is_written_when_the_last_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool) -> None:
     monkeypatch.setattr(trace, "FLUSH_NS", 10**18)
     engine = traced(tmp_path / "t.json")
-    EngineView(engine.core).ask("watcher", "full" if watched else "none")
+    view_of(engine.core).ask("watcher", "full" if watched else "none")
     for name in "ab":
         engine.add(name, [1, 2, 3], sampling(50))
     for _ in range(5):
@@ -116,7 +116,7 @@ def test_a_trace_that_cannot_grow_ends_and_the_engine_goes_on(tmp_path: Path, ca
     path = Path("/dev/full") if full else tmp_path / "t.json"
     engine = FakeEngine()
     with caplog.at_level(logging.WARNING, "octavo"):
-        engine.core.trace = StepTrace(str(path), goes_on=False, most_bytes=5000)
+        engine.core.traces = [StepTrace(str(path), most_bytes=5000)]
         for turn in range(20):
             engine.add(f"r{turn}", [1, 2, turn], sampling(4))
             engine.run()
@@ -128,11 +128,11 @@ def test_a_trace_that_cannot_grow_ends_and_the_engine_goes_on(tmp_path: Path, ca
 
 def test_a_file_that_cannot_be_written_or_is_something_else_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trace .*no/t\.json: No such file or directory"):
-        open_trace(str(tmp_path / "no/t.json"))
+        StepTrace(str(tmp_path / "no/t.json"))
     weights = tmp_path / "model.gguf"
     weights.write_bytes(b"GGUF...")
     with pytest.raises(ConfigError, match=r"trace .*model\.gguf: there is a file that is no trace; choose another name"):
-        open_trace(str(weights))
+        StepTrace(str(weights))
     assert weights.read_bytes() == b"GGUF..."
 
 

@@ -10,19 +10,19 @@ from contextlib import aclosing
 import pytest
 import zmq
 
-from octavo.client.view import ViewState
 from octavo.engine import wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import Loop
 from octavo.engine.router import Command, Gone, Watching
 from octavo.engine.supervisor import Serving
-from octavo.engine.view import EngineView
-from octavo.engine.wire import DownFrame, Ping, View, ViewFrame, Watch
+from octavo.engine.wire import DownFrame, Ping, View, Watch
+from octavo.inspector.frames import ViewFrame
+from octavo.inspector.state import ViewState
 from octavo.messages import AddRequest, Delta
 from tests.engine.test_process import raw
 from tests.support.engine_process import ask, engine_process, run, tokens, until
 from tests.support.fake import FakeEngine, sampling
-from tests.support.watching import HEAD, told
+from tests.support.watching import HEAD, told, view_of
 
 WATCHED = Serving(inspector=True)
 
@@ -136,7 +136,7 @@ class Mute:
     def show(self, views: list[tuple[str, ViewFrame]]) -> None:
         self.shown += [frame for _, frame in views]
 
-    def publish(self, pulse: object) -> None:
+    def publish(self, status: object) -> None:
         pass
 
     def give(self, deltas: object, refused: object, stats: object) -> None:
@@ -148,7 +148,7 @@ def test_a_request_to_an_idle_engine_is_shown_before_its_first_step(monkeypatch:
     engine = FakeEngine()
     request = AddRequest("a", list(range(9)), sampling(6, n=2))
     router = Mute(Watching("page", "full"), request)
-    loop = Loop(engine.core, router, None, EngineView(engine.core), 0.0)  # type: ignore[arg-type]
+    loop = Loop(engine.core, router, None, view_of(engine.core), 0.0)  # type: ignore[arg-type]
     step, shown_before = engine.core.step, []
 
     def watched_step() -> list[Delta]:
@@ -164,7 +164,7 @@ def test_a_request_to_an_idle_engine_is_shown_before_its_first_step(monkeypatch:
 
 def test_a_client_that_is_given_up_stops_watching() -> None:
     engine, router = FakeEngine(), Mute()
-    loop = Loop(engine.core, router, None, EngineView(engine.core), 0.0)  # type: ignore[arg-type]
+    loop = Loop(engine.core, router, None, view_of(engine.core), 0.0)  # type: ignore[arg-type]
     for name in ("a", "b"):
         loop._obey(Watching(name, "full"))
     loop._obey(Gone("a"))
@@ -189,5 +189,5 @@ def test_an_engine_that_may_not_be_watched_keeps_nothing_and_tells_nothing(endle
 
 
 def test_it_imports_no_web_server() -> None:
-    code = "import octavo.client.view, sys; print([name for name in ('torch', 'zmq', 'fastapi') if name in sys.modules])"
+    code = "import octavo.inspector.state, sys; print([name for name in ('torch', 'zmq', 'fastapi') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -10,8 +10,23 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
 from octavo.engine import wire
-from octavo.engine.process import Orders
-from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame, Watch
+from octavo.engine.process import SpawnConfig
+from octavo.engine.wire import (
+    Abort,
+    Add,
+    Down,
+    DownFrame,
+    Heartbeat,
+    Hello,
+    Lost,
+    Ping,
+    Refused,
+    ResetPrefixCache,
+    Up,
+    Updates,
+    UpFrame,
+    Watch,
+)
 from octavo.messages import AddRequest, Delta, EngineFacts, LifeRecord, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams, is_unset
 
@@ -66,8 +81,8 @@ down = st.one_of(
 )  # fmt: skip
 up = st.one_of(
     st.builds(Hello, facts),
-    st.builds(Beat, counts, numbers, stats),
-    st.builds(News, st.lists(deltas, max_size=3), stats),
+    st.builds(Heartbeat, counts, numbers, stats),
+    st.builds(Updates, st.lists(deltas, max_size=3), stats),
     st.builds(Refused, words, st.sampled_from(["request", "overload"]), words, st.none() | words, st.none() | words, numbers),
     st.just(Lost()),
 )
@@ -123,5 +138,5 @@ def test_deeply_nested_garbage_is_dropped() -> None:
 
 def test_every_setting_reaches_the_engine_process() -> None:
     config = EngineConfig(model="m", max_model_len=99, enable_prefix_caching=False, gpu_memory_utilization=0.5, seed=2**64 - 1)
-    orders = Orders(config, "path", "gguf", "name", (1, 2), "ipc://x", 3, 7, None, "INFO", "json", 0.5, True)
-    assert msgspec.json.decode(msgspec.json.encode(orders), type=Orders) == orders
+    spawn = SpawnConfig(config, "path", "gguf", "name", (1, 2), "ipc://x", 3, 7, None, "INFO", "json", 0.5, True)
+    assert msgspec.json.decode(msgspec.json.encode(spawn), type=SpawnConfig) == spawn

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 BASE = frozenset(
     {"errors", "log", "child", "platforms", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages",
-     "inputs", "outputs", "metrics", "vllm_names", "interrupt", "own_file", "layout", "progress", "fair_lock", "version"}
+     "inputs", "outputs", "metrics", "vllm_names", "own_file", "layout", "progress", "version"}
 )
 
 # room -> the rooms it may import; a room may always import itself and BASE.
@@ -32,12 +32,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "models": frozenset({"policy", "kernels", "attention", "quant", "layers"}),
     "loading": frozenset({"policy", "text", "kernels", "attention", "quant", "layers", "models"}),
     "worker": frozenset({"policy", "kernels", "attention", "quant", "layers", "models", "loading"}),
-    "engine": frozenset({"policy", "text", "loading", "worker"}),
+    "inspector": frozenset({"client", "policy", "text"}),
+    "engine": frozenset({"inspector", "policy", "text", "loading", "worker"}),
     "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
     "async_llm": frozenset({"text", "loading", "engine"}),
-    "server": frozenset({"client", "policy", "text", "loading", "engine"}),
+    "server": frozenset({"client", "inspector", "policy", "text", "loading", "engine"}),
     "bench": frozenset({"client", "report", "policy", "text", "loading", "worker", "engine", "llm"}),
-    "cli": frozenset({"client", "report", "policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}),
+    "cli": frozenset(
+        {"client", "report", "inspector", "policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}
+    ),
     "octavo": frozenset({"llm", "async_llm"}),  # octavo/__init__.py: the names a user imports
     "__main__": frozenset({"cli"}),
 }

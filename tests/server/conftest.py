@@ -9,7 +9,7 @@ import pytest
 
 from octavo import LLM
 from octavo.server.app import build_app
-from octavo.server.observer import Observer
+from octavo.server.records import Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer, wait_for

@@ -37,7 +37,7 @@ def test_messages_of_text_parts_and_templates_with_options(served: Served) -> No
     begun = [*HELLO, {"role": "assistant", "content": ", there was a"}]
     body = {"chat_template_kwargs": {"continue_final_message": True}}
     create(model="stories", messages=begun, temperature=0, max_tokens=1, extra_body=body)
-    assert served.llm.asked[-1].prompt == "<s>Once upon a time, there was a"
+    assert served.llm.prompt() == "<s> Once upon a time, there was a"
 
 
 # promise: chat-logprobs-content

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from octavo import SamplingParams
-from octavo.server import asks
+from octavo.server import requests
 from octavo.text.prompt import PromptEncoder
 from tests.server.conftest import Served
 
@@ -104,7 +104,7 @@ def test_long_texts_are_encoded_in_a_thread(served: Served, monkeypatch: pytest.
         return encode(*args)
 
     monkeypatch.setattr(PromptEncoder, "encode", watched)
-    monkeypatch.setattr(asks, "SHORT_CHARS", 20)
+    monkeypatch.setattr(requests, "SHORT_CHARS", 20)
     for prompt in (PROMPTS[0], PROMPTS[0] * 2, PROMPTS):
         served.client.completions.create(model="stories", prompt=prompt, max_tokens=1)
     assert threads == [False, True, True, True, True]

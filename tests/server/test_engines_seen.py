@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
-from octavo.server import view
+from octavo.inspector.frames import ViewFrame
+from octavo.inspector.hub import MOST_WATCHERS
 from octavo.server.app import build_app
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
@@ -93,7 +93,7 @@ def test_one_engine_has_the_number_0_and_its_head_does_not_tell_it() -> None:
 def test_the_number_of_watchers_is_limited_over_all_engines() -> None:
     async def main() -> None:
         server = Server(PairLLM(), ServerConfig(data_parallel_size=2), "m")  # type: ignore[arg-type]
-        streams = [server.views[number % 2].lines(True) for number in range(view.MOST_WATCHERS)]
+        streams = [server.views[number % 2].lines(True) for number in range(MOST_WATCHERS)]
         for stream in streams:
             assert (await anext(stream)).startswith(b'{"kind":"head"')
         for hub in server.views:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from octavo.cli.args import Parser, add_server_flags, server_configs
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.server import lesson as lesson_module
 from octavo.server.errors import ApiError
@@ -74,11 +75,11 @@ def test_the_engine_that_dies_changes_no_token_and_the_next_scene_waits_for_it(e
         async with engine_process(endless, "", serving, **LESSON) as llm:
             assert [replica.state for replica in llm.replicas] == ["ready", "loading"], "the start does not wait for the reserve"
             await llm.reset_prefix_cache()
-            asked, heard, generate = list[Ask](), list[TextDelta](), llm.generate
+            asked, heard, generate = list[AddRequest](), list[TextDelta](), llm.generate
 
-            async def listened(ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
-                asked.append(ask)
-                async for news in generate(ask):
+            async def listened(request: AddRequest, timeout: float | None = None) -> AsyncGenerator[list[TextDelta], None]:
+                asked.append(request)
+                async for news in generate(request, timeout):
                     heard.extend(news)
                     yield news
 

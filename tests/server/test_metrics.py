@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
 from octavo.server.metrics import FAILURES, SECONDS, Numbers, shared_file
-from octavo.server.observer import TICK_SECONDS, Observer
+from octavo.server.records import TICK_SECONDS, Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.server.conftest import Served
@@ -188,7 +188,7 @@ def test_processes_together_tell_what_prometheus_own_histogram_would(observed: l
 def test_tokens_that_come_together_share_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     observer, now = Observer(), 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    watch = observer.watch("cmpl-", [Ask(None, [1], SamplingParams())])
+    watch = observer.watch("cmpl-", [AddRequest("", [1], SamplingParams())])
     with watch:
         for later, count in ((1.0, 2), (0.25, 1), (4.0, 4)):
             now += later

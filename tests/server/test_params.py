@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from octavo.server import asks
 from octavo.server import body as bodies
+from octavo.server import requests
 from tests.server.conftest import Served
 
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -32,7 +32,7 @@ def test_fields_that_belong_together_and_limits_by_number(served: Served, monkey
         assert error["message"].startswith("top_logprobs ")
     error = check_refused(served, "/v1/completions", TEXT | {"prompt": [[1]] * 100, "n": 11}, "n")
     assert "100 prompts of 11 samples" in error["message"]
-    monkeypatch.setattr(asks, "MOST_NUMBERS", 10)
+    monkeypatch.setattr(requests, "MOST_NUMBERS", 10)
     check_refused(served, "/v1/completions", TEXT | {"prompt": [1] * 4, "echo": True, "logprobs": 2}, "logprobs")
     assert not served.llm.asked[1:], "only what the engine itself has to refuse reaches it"
 
@@ -115,7 +115,7 @@ def test_parameters_reach_the_engine_and_those_left_open_are_the_models(served: 
     for name, value in given.items():
         wanted = {"stop": ("zzz",), "stop_token_ids": (5,), "logit_bias": {7: -100.0}, "bad_words": ("dog",)}.get(name, value)
         assert getattr(ask.params, name) == wanted, name
-    assert (ask.params.logprobs, ask.priority, ask.timeout, ask.cache_salt) == (3, 3, 50.5, "s")
+    assert (ask.params.logprobs, ask.priority, served.llm.timeouts.pop(), ask.cache_salt) == (3, 3, 50.5, "s")
     served.server.post("/v1/completions", {"prompt": "a"})
     served.server.post("/v1/chat/completions", {"messages": HELLO})
     served.server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 4, "top_k": 3})
@@ -123,4 +123,4 @@ def test_parameters_reach_the_engine_and_those_left_open_are_the_models(served: 
     assert (completion.temperature, completion.top_k, completion.max_tokens) == (0.5, 7, 16)
     assert (chat.temperature, chat.max_tokens) == (0.5, None)
     assert (bounded.max_tokens, bounded.top_k) == (4, 3)
-    assert served.llm.asked[0].timeout == 3600
+    assert served.llm.timeouts[-1] == 3600

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from octavo.client.view import ViewState
+from octavo.inspector.state import ViewState
 from octavo.server.app import build_app
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from octavo.server.access import Caller
+from octavo.server.access import Caller, may_read_text, recording_has_text, who_reads
 from octavo.server.app import build_app
-from octavo.server.privacy import may_read_text, recording_has_text, who_reads
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer

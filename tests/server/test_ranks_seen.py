@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from octavo.inspector.lines import told_ranks
 from octavo.messages import RankFacts
-from octavo.server.view import told_ranks
 from tests.server.test_metrics import samples_of
 from tests.server.test_view import Watching
 from tests.support.http_server import wait_for

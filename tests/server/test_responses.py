@@ -32,7 +32,7 @@ def test_items_and_instructions_are_a_conversation(served: Served) -> None:
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]},
     ]
     served.client.responses.create(model="stories", input=items, instructions="sys ", max_output_tokens=1)
-    assert served.llm.asked[-1].prompt == "<s>sys abcd"
+    assert served.llm.prompt() == "<s> sys abcd"
 
 
 # promise: responses-stateless-store

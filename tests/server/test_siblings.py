@@ -1,6 +1,6 @@
 """Further API processes as their parent sees them: who dies, hangs or is stopped is started again, but not for ever in one minute.
 
-Each is played by a process that takes its orders and beats, and nothing else.
+Each is played by a process that takes its spawn and beats, and nothing else.
 """
 
 import os
@@ -18,15 +18,15 @@ from octavo import child
 from octavo.config import EngineConfig
 from octavo.server import siblings
 from octavo.server.metrics import Numbers, shared_file
-from octavo.server.siblings import Orders, Siblings
+from octavo.server.siblings import Siblings, SpawnConfig
 from octavo.server_config import ServerConfig
 
 TICK = 0.01
 PLAYED = """
 import json, mmap, os, sys, time
-orders, parent = json.loads(sys.stdin.readline()), os.getppid()
-cells = memoryview(mmap.mmap(orders["shared"], 0)).cast("d")
-beats, then = orders["model_name"].split()
+spawn, parent = json.loads(sys.stdin.readline()), os.getppid()
+cells = memoryview(mmap.mmap(spawn["shared"], 0)).cast("d")
+beats, then = spawn["model_name"].split()
 beats = int(beats)
 while os.getppid() == parent:
     if beats:
@@ -47,7 +47,7 @@ class Parent:
         config = ServerConfig(api_processes=2, max_restarts=max_restarts)
         self._listener = socket.create_server(("127.0.0.1", 0))
         numbers = Numbers(shared_file(), 0, 2)
-        self.siblings = Siblings(Orders(EngineConfig(), config, "", f"{beats} {then}"), self._listener, numbers)
+        self.siblings = Siblings(SpawnConfig(EngineConfig(), config, "", f"{beats} {then}"), self._listener, numbers)
         (self.sibling,) = self.siblings._all
 
     @property

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.server.app import build_app
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
-from octavo.server.siblings import Orders, Siblings
+from octavo.server.siblings import Siblings, SpawnConfig
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.engine_process import PATIENCE
@@ -112,7 +112,7 @@ def test_whatever_keeps_it_from_starting_ends_the_server_and_is_told(trouble: Ex
         llm = StandInLLM("loading")
         llm.start = AsyncMock(side_effect=trouble)  # type: ignore[method-assign]
         server, listener = Server(llm, ServerConfig(), "m"), bind("127.0.0.1", 0)  # type: ignore[arg-type]
-        siblings = Siblings(Orders(EngineConfig(), server.config, "", ""), listener, server.observer.numbers)
+        siblings = Siblings(SpawnConfig(EngineConfig(), server.config, "", ""), listener, server.observer.numbers)
         return await asyncio.wait_for(ApiProcess(server, listener, siblings).run_to_end(), 60)
 
     with pytest.raises(OctavoError) as failed:

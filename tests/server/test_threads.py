@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from octavo.server.threads import NUM_THREADS, Threads
+from octavo.server.turns import NUM_THREADS, Threads
 from tests.support.fair_clock import FairClock
 from tests.support.server_process import STAND_IN, Reply, ServerProcess
 
@@ -86,8 +86,8 @@ def test_a_kind_of_work_that_is_all_busy_leaves_the_others_alone_and_forgets_who
 def test_what_large_work_freed_goes_back_to_the_system_once_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         threads, given_back = Threads(), threading.Semaphore(0)
-        monkeypatch.setattr("octavo.server.threads.give_back_freed_memory", given_back.release)
-        monkeypatch.setattr("octavo.server.threads.GIVE_BACK_SECONDS", 0.1)
+        monkeypatch.setattr("octavo.server.turns.give_back_freed_memory", given_back.release)
+        monkeypatch.setattr("octavo.server.turns.GIVE_BACK_SECONDS", 0.1)
         await threads.run("short_texts", Client().request, lambda: None)
         assert not await asyncio.to_thread(given_back.acquire, timeout=0.3), "a short text is no large work"
         for _ in range(3):

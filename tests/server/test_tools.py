@@ -41,7 +41,7 @@ def test_an_answer_is_taken_apart(qwen: Served) -> None:
         assert [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls or []] == [
             ("function", "weather", ARGUMENTS)
         ] * 2
-    assert '"name": "weather"' in (qwen.llm.asked[-1].prompt or "")
+    assert '"name": "weather"' in qwen.llm.prompt()
     thought = len(qwen.llm.tokenizer.encode("<think>\nI should look.\n</think>", add_special_tokens=False))
     usage = answer.usage
     assert usage and usage.completion_tokens_details and usage.completion_tokens_details.reasoning_tokens
@@ -54,7 +54,7 @@ def test_what_is_not_offered_is_no_call(qwen: Served) -> None:
     for choice in (create(model="stories", messages=ASKED), create(model="stories", messages=ASKED, tools=[TOOL], tool_choice="none")):
         message = choice.choices[0].message
         assert message.tool_calls is None and CALL in (message.content or "") and choice.choices[0].finish_reason == "stop"
-        assert "weather" not in (qwen.llm.asked[-1].prompt or "").replace("weather?", "")
+        assert "weather" not in qwen.llm.prompt().replace("weather?", "")
     qwen.llm.script = ["Half of a <tool_", "call"]
     assert create(model="stories", messages=ASKED, tools=[TOOL]).choices[0].message.content == "Half of a <tool_call"
     qwen.llm.script = [ANSWER]
@@ -67,7 +67,7 @@ def test_the_answer_to_a_call_goes_back_into_the_prompt(qwen: Served) -> None:
     assert first.tool_calls
     said: list[Any] = [*ASKED, first.model_dump(), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "22 C"}]
     qwen.client.chat.completions.create(model="stories", messages=said, tools=[TOOL])
-    prompt = qwen.llm.asked[-1].prompt or ""
+    prompt = qwen.llm.prompt()
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "París <x>"}}\n</tool_call>' in prompt
     assert "<tool_response>\n22 C\n</tool_response>" in prompt
 
@@ -104,7 +104,7 @@ def test_a_response_has_an_item_for_each_part(qwen: Served) -> None:
     assert call.type == "function_call" and (call.name, call.arguments, call.status) == ("weather", ARGUMENTS, "completed")
     items: list[Any] = [{"role": "user", "content": "weather?"}, *[item.model_dump() for item in answer.output[1:]]]
     create(model="stories", input=[*items, {"type": "function_call_output", "call_id": call.call_id, "output": "22 C"}], tools=[tool])
-    prompt = qwen.llm.asked[-1].prompt or ""
+    prompt = qwen.llm.prompt()
     assert "Let me see.\n<tool_call>" in prompt and prompt.count('{"city": "París <x>"}') == 2, "one turn of the assistant"
     assert "<tool_response>\n22 C\n</tool_response>" in prompt
 

@@ -11,7 +11,7 @@ from starlette.types import Message
 from octavo.server import body, guard
 from octavo.server.app import build_app
 from octavo.server.state import Server
-from octavo.server.turn_queue import MOST_STARTS, SMALL_BYTES, TurnQueue
+from octavo.server.turns import MOST_STARTS, SMALL_BYTES, TurnQueue
 from octavo.server_config import ServerConfig
 from tests.support.stand_in_llm import StandInLLM
 

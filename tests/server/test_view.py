@@ -17,15 +17,14 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from octavo.client.http import Reply
-from octavo.client.view import ViewState
-from octavo.engine.view import EngineView
-from octavo.engine.wire import ViewFrame
 from octavo.errors import ConfigError
-from octavo.server import view
+from octavo.inspector import hub
+from octavo.inspector.frames import ViewFrame
+from octavo.inspector.lines import Pieces
+from octavo.inspector.recorder import Recorder
+from octavo.inspector.state import ViewState
 from octavo.server.app import build_app
-from octavo.server.recorder import Recorder
 from octavo.server.state import Server
-from octavo.server.view import Pieces
 from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
 from tests.support.fake import FakeEngine, sampling
@@ -34,6 +33,7 @@ from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.server_process import ServerProcess
 from tests.support.stand_in_llm import StandInLLM
 from tests.support.tokenizers import stories_metadata
+from tests.support.watching import view_of
 
 FAKE = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=5", "OCTAVO_LOG_LEVEL": "WARNING"}
 FLAGS = ("--num-gpu-blocks-override", "300", "--block-size", "4")
@@ -170,7 +170,7 @@ class ScriptedLLM(StandInLLM):
 def engine_frames(count: int) -> Iterator[ViewFrame]:
     """Of an engine at work, from the first on."""
     engine = FakeEngine(num_blocks=64, block_size=16, rows=4)
-    reader = EngineView(engine.core)
+    reader = view_of(engine.core)
     reader.ask("w", "full")
     for number in range(count):
         if number % 10 == 0:
@@ -181,9 +181,9 @@ def engine_frames(count: int) -> Iterator[ViewFrame]:
 
 
 def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "BLOCKS_A_LINE", 7)
-    monkeypatch.setattr(view, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(view, "LIFE_SECONDS", 0.05)
+    monkeypatch.setattr(hub, "BLOCKS_A_LINE", 7)
+    monkeypatch.setattr(hub, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(hub, "LIFE_SECONDS", 0.05)
 
     async def main() -> None:
         llm, before = ScriptedLLM(), asyncio.all_tasks()
@@ -199,8 +199,8 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
                 heads[number] += frame["kind"] == "head"
             return any(len(frame) > 2 for frame in frames)
 
-        frames = list(engine_frames(2 * view.KEPT_LINES + 20))
-        assert len(frames) > 2 * view.KEPT_LINES
+        frames = list(engine_frames(2 * hub.KEPT_LINES + 20))
+        assert len(frames) > 2 * hub.KEPT_LINES
         for at, frame in enumerate(frames):
             llm.frames.put_nowait(frame)
             await read(0)  # keeps up

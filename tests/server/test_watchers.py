@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from octavo.client.view import ViewState
-from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
+from octavo.inspector import hub
+from octavo.inspector.frames import ViewFrame
+from octavo.inspector.state import ViewState
 from octavo.messages import EngineFacts, Limits
-from octavo.server import view
 from octavo.server.app import build_app
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
@@ -109,16 +109,16 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
 
         ticking = asyncio.create_task(tick())
         await asyncio.gather(*(read(number, 0) for number in range(32)))
-        for at in range(view.YOUNG_LINES - 5):
+        for at in range(hub.YOUNG_LINES - 5):
             llm.frames.put_nowait(large_pool(2.0 + at, full=False))
-        await wait_for_async(lambda: server.views[0]._number == view.YOUNG_LINES - 4)
+        await wait_for_async(lambda: server.views[0]._number == hub.YOUNG_LINES - 4)
         await asyncio.gather(*(read(number, 0) for number in range(32, 300)))  # some lines later, from the same state
         await asyncio.gather(*(read(number, 1) for number in range(64)))  # the lines since, and the second half of the pool
         ticking.cancel()
         assert [len(different) for different in pieces] == [1, 1]
-        assert len(refused) == 300 - view.MOST_WATCHERS and "64 clients are watching already" in str(refused[0])
+        assert len(refused) == 300 - hub.MOST_WATCHERS and "64 clients are watching already" in str(refused[0])
         assert states[0].tokens == states[63].tokens and sum(states[0].sealed) == NUM_BLOCKS - 1
-        assert states[0].at == states[63].at == view.YOUNG_LINES - 4
+        assert states[0].at == states[63].at == hub.YOUNG_LINES - 4
         assert max(pauses) < 1.0, f"the event loop stood still for {max(pauses):.1f} s"
         for stream in streams:
             await stream.aclose()

@@ -58,7 +58,7 @@ class Load:
     @property
     def is_idle(self) -> bool:
         outputs, scheduler = self.llm._outputs, self.core.scheduler
-        nothing = not (outputs._readers or outputs._processor._requests or scheduler._planned or scheduler.kv.pending)
+        nothing = not (outputs._requests or scheduler._planned or scheduler.kv.pending)
         return nothing and not any(scheduler.kv.pool.ref) and len(scheduler.rows.free) == scheduler.limits.max_num_seqs
 
     def _add(self) -> None:

@@ -1,4 +1,4 @@
-"""Pinned prefixes: orders that are wrong or too large, names that are not there, and callers who may not."""
+"""Pinned prefixes: spawn that are wrong or too large, names that are not there, and callers who may not."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ def _order(param: str | None = "*", status: int = 400, code: str | None = "*", *
     return Attempt(PREFIXES, {name: value for name, value in (SOUND | changed).items() if value != "-"}, status, param, code)
 
 
-def _orders() -> list[Attempt]:
+def _spawn_config() -> list[Attempt]:
     names = ["", " ", "a b", "a/b", "..", ".a", "-a", "ä", "x" * 129, "x" * 100_000, "a\n", 5, None, ["a"], True]
     words = [f'{{"name":"a","prompt":"{PROMPT}","ttl":{word}}}'.encode() for word in ("NaN", "Infinity", "-Infinity", "1e400")]
     return [
@@ -69,11 +69,11 @@ def _twice(server: Watched) -> None:
 def _too_much(server: Watched) -> Callable[[], None]:
     """Prefixes until there is no room, then one more; each has blocks of its own."""
     vocabulary = range(3, 500)
-    orders = [{"name": f"p{number}", "prompt": [number, *(vocabulary[7 * at % 497] for at in range(200))]} for number in range(3, 8)]
+    spawn = [{"name": f"p{number}", "prompt": [number, *(vocabulary[7 * at % 497] for at in range(200))]} for number in range(3, 8)]
 
     def act() -> None:
         held, refusal = [], None
-        for order in orders:
+        for order in spawn:
             reply = server.ask("POST", PREFIXES, order)
             if reply.status != 200:
                 refusal = refused(reply, 400)
@@ -110,7 +110,7 @@ def _forwarded(server: Watched) -> None:
 
 
 ROWS: list[Row] = [
-    row(134, "orders of prefixes that are wrong", _orders),
+    row(134, "spawn of prefixes that are wrong", _spawn_config),
     acted(135, "names of prefixes in use, and unknown ones", _twice),
     Row(136, "more prefixes than there is room for", _too_much),
     acted(137, "prefixes without the admin key", _callers, "locked"),

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import OctavoError
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 
@@ -49,15 +50,15 @@ async def engine_process(
             await llm.close()
 
 
-def ask(prompt: list[int], count: int = 8, timeout: float | None = None, **params: Any) -> Ask:
-    return Ask(None, prompt, SamplingParams(**{"max_tokens": count, "ignore_eos": True, "seed": 1, **params}), timeout=timeout)
+def ask(prompt: list[int], count: int = 8, **params: Any) -> AddRequest:
+    return AddRequest("", prompt, SamplingParams(**{"max_tokens": count, "ignore_eos": True, "seed": 1, **params}))
 
 
-async def read(llm: AsyncLLM, question: Ask) -> list[TextDelta]:
-    return [delta for news in [news async for news in llm.generate(question)] for delta in news]
+async def read(llm: AsyncLLM, question: AddRequest, timeout: float | None = None) -> list[TextDelta]:
+    return [delta for updates in [updates async for updates in llm.generate(question, timeout)] for delta in updates]
 
 
-async def tokens(llm: AsyncLLM, question: Ask) -> list[int]:
+async def tokens(llm: AsyncLLM, question: AddRequest) -> list[int]:
     return [token for delta in await read(llm, question) for token in delta.token_ids]
 
 

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from octavo import LLM
-from octavo.engine.async_llm import Ask
-from octavo.engine.pin_book import PinBook
-from octavo.engine.pin_keeper import PinKeeper
+from octavo.engine.pins import PinReconciler, PinRegistry
 from octavo.engine.replica import State
-from octavo.engine.wire import ViewFrame
 from octavo.errors import DeadlineError, RequestError
+from octavo.inspector.frames import ViewFrame
 from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, RankNumbers, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.text.prompt import PromptEncoder
@@ -36,7 +34,8 @@ News = AsyncGenerator[list[TextDelta], None]
 class StandInLLM:
     state: State = "ready"
     pause: float = 0.0  # seconds between two deltas
-    asked: list[Ask] = field(default_factory=list)
+    asked: list[AddRequest] = field(default_factory=list)
+    timeouts: list[float | None] = field(default_factory=list)  # of each of these
     resets: int = 0
     script: list[str] = field(default_factory=list)
     trouble: tuple[int, Exception] | None = None
@@ -46,7 +45,7 @@ class StandInLLM:
     is_default_model = False
     number = 0  # it is its only engine, too
     ranks: ClassVar[list[RankNumbers]] = []
-    pins = PinKeeper(PinBook(), [], compute=None, leads=False)  # type: ignore[arg-type]  # it has no engine that could
+    pins = PinReconciler(PinRegistry(), [], compute=None, leads=False)  # type: ignore[arg-type]  # it has no engine that could
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": self.template}, "tok512.bin")
@@ -59,9 +58,10 @@ class StandInLLM:
     def replicas(self) -> "list[StandInLLM]":
         return [self]
 
-    async def generate(self, ask: Ask) -> News:
-        self.asked.append(ask)
-        async with aclosing(self._scripted(ask) if self.script else self._answer(ask)) as news:
+    async def generate(self, request: AddRequest, timeout: float | None = None, label: str = "") -> News:
+        self.asked.append(request)
+        self.timeouts.append(timeout)
+        async with aclosing(self._scripted(request) if self.script else self._answer(request, timeout)) as news:
             for count in itertools.count():
                 if self.trouble is not None and count == self.trouble[0]:
                     raise self.trouble[1]
@@ -69,18 +69,22 @@ class StandInLLM:
                     return
                 yield deltas
 
-    async def _scripted(self, ask: Ask) -> News:
+    async def _scripted(self, request: AddRequest) -> News:
         for place, text in enumerate(self.script, 1):
             end: FinishReason | None = "stop" if place == len(self.script) else None
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-            yield [TextDelta("scripted", index, text, ids, end) for index in range(ask.params.n)]
+            yield [TextDelta("scripted", index, text, ids, end) for index in range(request.params.n)]
 
-    async def _answer(self, ask: Ask) -> News:
-        count = ask.params.max_tokens or 16
+    async def _answer(self, request: AddRequest, timeout: float | None = None) -> News:
+        count = request.params.max_tokens or 16
         for number in range(count):
             await asyncio.sleep(self.pause)
             end: FinishReason | None = "length" if number == count - 1 else None
-            yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]
+            yield [TextDelta("r", index, " word", [7], end) for index in range(request.params.n)]
+
+    def prompt(self, number: int = -1) -> str:
+        """The text of a request that was asked."""
+        return self.tokenizer.decode(self.asked[number].prompt_token_ids, skip_special_tokens=False)
 
     async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
         yield ViewFrame(True, 0.0, 0.0)
@@ -132,27 +136,27 @@ class InprocLLM(StandInLLM):
         stats = self.stats
         return not (self._queues or stats.running or stats.waiting) and stats.free_blocks == stats.num_blocks - 1
 
-    async def _answer(self, ask: Ask) -> News:
-        for name, value in (("logprobs", ask.params.logprobs), ("prompt_logprobs", ask.params.prompt_logprobs)):
+    async def _answer(self, request: AddRequest, timeout: float | None = None) -> News:
+        for name, value in (("logprobs", request.params.logprobs), ("prompt_logprobs", request.params.prompt_logprobs)):
             if value is not None and value > self._llm.config.max_logprobs:
                 raise RequestError(f"{name} is {value}, max_logprobs is {self._llm.config.max_logprobs}", name)
         name = f"r{next(self._ids)}"
-        assert ask.bad_words is not None, "a server spells them"
-        request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, ask.bad_words, beams=ask.beams)
+        assert len(request.bad_words) >= len(request.params.bad_words), "a server spells them"
+        request = replace(request, request_id=name)
         self._llm._core.add(request)
         queue = self._queues[name] = asyncio.Queue()
-        self._llm._outputs.add(request, ask.prompt, Queued(queue))
+        self._llm._outputs.add(request, None, Queued(queue))
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
-        deadline = time.monotonic() + (ask.timeout or 1e6)
-        left = ask.params.n
+        deadline = time.monotonic() + (timeout or 1e6)
+        left = request.params.n
         try:
             while left:
                 news = [await queue.get()]
                 while not queue.empty():
                     news.append(queue.get_nowait())
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"the request was not done after {ask.timeout:g} seconds")
+                    raise DeadlineError(f"the request was not done after {timeout:g} seconds")
                 yield news
                 left -= sum(delta.finish_reason is not None for delta in news)
         finally:

@@ -23,15 +23,15 @@ from octavo import log
 from octavo.cli.args import Parser, add_server_flags, server_configs
 from octavo.cli.main import main
 from octavo.config import EngineConfig
-from octavo.engine.async_llm import Ask
 from octavo.errors import EngineError
+from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server import access, app
 from octavo.server.body import Body, read_body, takes
-from octavo.server.events import EventStream
+from octavo.server.generation import EventStream
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
-from octavo.server.siblings import Orders, Siblings
+from octavo.server.siblings import Siblings, SpawnConfig
 from octavo.server.state import Server
 from octavo.text.tokenizer import Tokenizer
 from tests.support.busy import compute
@@ -61,7 +61,7 @@ def watching_routes(server: Server) -> APIRouter:
         return {
             "engine_pid": server.llm.engine_pid or 0,
             "answers": server.open_requests - 1,  # less this one
-            "requests": len(server.llm._outputs._readers),
+            "requests": len(server.llm._outputs._requests),
             "streams": server.llm.num_open,
             "tasks": len(asyncio.all_tasks()),
             "running": stats.running,
@@ -107,7 +107,7 @@ def stand_in_routes(server: Server) -> APIRouter:
     @routes.post("/slow", openapi_extra=takes(Slow))
     async def slow(request: Request) -> StreamingResponse:
         asked = await read_body(request, Slow, {})
-        news = server.llm.generate(Ask(None, [1], SamplingParams(max_tokens=asked.words)))
+        news = server.llm.generate(AddRequest("", [1], SamplingParams(max_tokens=asked.words)))
 
         async def pieces() -> AsyncIterator[str]:
             async for deltas in news:
@@ -158,7 +158,7 @@ async def serve_stand_in(words: list[str]) -> int:
     app.ROUTERS = (*app.ROUTERS, stand_in_routes)
     server = Server(StandInLLM(pause=0.05), config, config.served_model_name or "stand-in")  # type: ignore[arg-type]
     listener = bind(config.host, config.port)
-    process = ApiProcess(server, listener, Siblings(Orders(EngineConfig(), config, "", ""), listener, server.observer.numbers))
+    process = ApiProcess(server, listener, Siblings(SpawnConfig(EngineConfig(), config, "", ""), listener, server.observer.numbers))
     server.llm.on_dead = process.fail  # type: ignore[attr-defined]
     return await process.run_to_end()
 

@@ -1,17 +1,20 @@
 """A reader of an `EngineView`: frames cross the wire and become lines as in a server, and `ViewState` reads them."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from octavo.client.view import ViewState
 from octavo.engine import wire
-from octavo.engine.view import EngineView
-from octavo.engine.wire import UpFrame, View, ViewFrame
+from octavo.engine.core import EngineCore
+from octavo.engine.wire import UpFrame, View
+from octavo.inspector.engine_view import EngineView
+from octavo.inspector.frames import ViewFrame
+from octavo.inspector.lines import Pieces, delta, line
+from octavo.inspector.state import ViewState
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
-from octavo.server.view import Pieces, delta, line
 
 HEAD = {"kind": "head", "version": 1}
 SEQUENCE = ("table", "request", "sample", "samples", "state", "prompt", "tokens", "limit", "computed", "cached", "preemptions")
@@ -31,6 +34,13 @@ def row_of(seq: Sequence) -> list[Any]:
         list(seq.tables[0]), request.request_id, seq.index, request.num_samples, seq.status.value, request.num_prompt, seq.num_tokens,
         seq.limit, seq.num_computed, request.life.cached_tokens, seq.preemptions,
     ]  # fmt: skip
+
+
+def view_of(core: EngineCore, clock: Callable[[], float] = time.monotonic) -> EngineView:
+    """A view of an engine, as in an engine process."""
+    view = EngineView(core.scheduler, clock)
+    core.traces.append(view)
+    return view
 
 
 class Reader:

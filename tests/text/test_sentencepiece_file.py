@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import LoadError
-from octavo.text.sentencepiece_file import read_sentencepiece
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer_files import read_sentencepiece
 from tests.support.tokenizers import TOKENIZERS
 
 MODELS = ("unigram", "unigram_plain", "pairs")

@@ -9,9 +9,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from octavo.engine.async_llm import Ask
-from octavo.engine.wire import SequenceState, ViewFrame
-from octavo.messages import FinishReason
+from octavo.inspector.frames import SequenceState, ViewFrame
+from octavo.messages import AddRequest, FinishReason
 from octavo.outputs import TextDelta
 from octavo.server.app import build_app
 from octavo.server.state import Server
@@ -45,9 +44,9 @@ class Speaker(StandInLLM):
             await asyncio.sleep(0.05)
             yield ViewFrame(False, number / 20, 0.0, seqs=[self.row] if self.row is not None else [])
 
-    async def _answer(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
-        if ask.params.max_tokens in self.refused:
-            raise self.refused[ask.params.max_tokens]
+    async def _answer(self, request: AddRequest, timeout: float | None = None) -> AsyncGenerator[list[TextDelta], None]:
+        if request.params.max_tokens in self.refused:
+            raise self.refused[request.params.max_tokens]
         while self.held is not None and not self.held.is_set():
             await asyncio.sleep(0.01)
         for number, piece in enumerate(self.pieces):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.engine.wire import SequenceState
 from octavo.errors import OverloadError, RequestError
+from octavo.inspector.frames import SequenceState
 from octavo.server_config import ServerConfig
 from tests.web.chatting import STATUS, answers, box, send, set_setting, speaking
 from tests.web.conftest import OpenPage
@@ -140,10 +140,10 @@ def test_an_answer_has_a_limit_and_continue_goes_on_with_the_same_message(open_s
         expect(answer.get_by_role("button", name="Continue")).to_have_count(0)
         expect(page.get_by_role("article")).to_have_count(2)
         assert [ask.params.max_tokens for ask in llm.asked] == [512, 512]
-        assert llm.asked[1].prompt == "<system>You are Speaker.<user>Count<assistant>one two"
+        assert llm.prompt(1) == "<system>You are Speaker.<user>Count<assistant>one two"
         send(page, "Again")
         expect(answers(page).nth(1)).to_contain_text("1 token")
-        assert str(llm.asked[2].prompt).endswith("<user>Count<assistant>one two, three<user>Again<assistant>")
+        assert llm.prompt(2).endswith("<user>Count<assistant>one two, three<user>Again<assistant>")
 
 
 # promise: page-continue
@@ -158,7 +158,7 @@ def test_a_thought_that_was_cut_off_goes_on_too(open_stand_in: OpenPage) -> None
         answer.get_by_role("button", name="Continue").click()
         expect(answer.locator("> .text")).to_have_text("shown")
         expect(answer.locator(".thought")).to_have_text("hidden depths")
-        assert str(llm.asked[1].prompt).endswith("<user>Hello<assistant><think>\nhidden")
+        assert llm.prompt(1).endswith("<user>Hello<assistant><think>\nhidden")
 
 
 # promise: page-continue

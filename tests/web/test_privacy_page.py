@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.client.view import ViewState
+from octavo.inspector.state import ViewState
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 from tests.web.conftest import OpenPage

@@ -7,22 +7,21 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
-from octavo.client import view as client_view
-from octavo.engine import step_log, watcher
-from octavo.engine.link import ViewStream
-from octavo.engine.step_log import StepLog
-from octavo.engine.trace import NoTrace
-from octavo.engine.view import FAILED, EngineView
-from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
+from octavo.inspector import history, watcher
+from octavo.inspector import state as client_view
+from octavo.inspector.engine_view import FAILED
+from octavo.inspector.frames import ViewFrame
+from octavo.inspector.history import StepLog
+from octavo.inspector.lines import without_text
+from octavo.inspector.stream import ViewStream
 from octavo.messages import Beams, Ending
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
-from octavo.server.view import without_text
 from tests.policy.machine_settings import machine_settings
 from tests.policy.test_engine_machine import EngineMachine
 from tests.support.fake import VOCAB, FakeEngine, sampling
-from tests.support.watching import SEQUENCE, Reader, row_of
+from tests.support.watching import SEQUENCE, Reader, row_of, view_of
 
 NAMES = st.sampled_from(["early", "late"])
 
@@ -49,7 +48,7 @@ class WatchedMachine(EngineMachine):
         self._let_go, self.engine.scheduler._remove = self.engine.scheduler._remove, self._remove  # type: ignore[method-assign]
         self.engine.scheduler.beams._remove = self._remove
         self.joined: dict[str, set[int]] = {"always": set()}  # whose ends a reader could not see
-        self.view = EngineView(self.engine.core)
+        self.view = view_of(self.engine.core)
         self.readers["always"] = Reader(self.view, "always", self.engine.scheduler)
 
     def _remove(self, seq: Sequence, reason: Ending) -> None:
@@ -131,7 +130,7 @@ def test_and_so_it_does_when_frames_are_small_and_rings_lose_what_was(monkeypatc
 
 def watched(**settings: Any) -> tuple[FakeEngine, Reader]:
     engine = FakeEngine(**settings)
-    return engine, Reader(EngineView(engine.core), "w", engine.scheduler)
+    return engine, Reader(view_of(engine.core), "w", engine.scheduler)
 
 
 def test_beams_are_samples_that_part_and_lose() -> None:
@@ -236,7 +235,7 @@ def test_of_many_that_came_and_went_the_last_ones_are_told_and_the_rest_is_count
 
 def test_cached_blocks_are_known_that_were_filled_before_anybody_watched() -> None:
     engine = FakeEngine()
-    view = EngineView(engine.core)
+    view = view_of(engine.core)
     engine.add("a", list(range(17)), sampling(2))
     engine.run()
     assert not view._watchers and engine.pool.on_event == engine._on_event
@@ -250,9 +249,9 @@ def test_cached_blocks_are_known_that_were_filled_before_anybody_watched() -> No
 # promise: timeline-of-before
 def test_the_steps_of_the_last_minutes_are_known_to_whoever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest one by one, older ones in sums, and what they say together is the same."""
-    monkeypatch.setattr(step_log, "LATEST_STEPS", 20)
+    monkeypatch.setattr(history, "LATEST_STEPS", 20)
     engine, now = FakeEngine(num_blocks=14, block_size=4, rows=4), 0.0
-    view = EngineView(engine.core, clock=lambda: now)
+    view = view_of(engine.core, clock=lambda: now)
     for number in range(8):
         engine.add(f"r{number}", [*range(13), number], sampling(9, n=2))
         while engine.core.has_work:
@@ -267,7 +266,7 @@ def test_the_steps_of_the_last_minutes_are_known_to_whoever_comes_later(monkeypa
     assert sum(step[3] + step[4] for step in steps) == stats.step_tokens
     assert [sum(step[at] for step in steps) for at in (9, 10, 11)] == [stats.preemptions, stats.prefix_hits, stats.prefix_queries]
     assert list(map(list, StepLog(map(tuple, steps)).rows(now))) == steps, "who passes them on passes on the same"
-    now += step_log.KEPT_SECONDS - 1
+    now += history.KEPT_SECONDS - 1
     late = Reader(view, "late", engine.scheduler)
     late.look()
     told = late.frames[0]["steps"]
@@ -279,13 +278,13 @@ def test_steps_of_hours_are_few_rows() -> None:
     for step in range(1, 50_001):
         log.add((step, step / 50, 1.5, 0, 1, 1, 1, 0, 3, 0, 0, 0))
     rows = log.rows(1000.0)
-    assert len(rows) <= step_log.KEPT_SECONDS * step_log.ROWS_A_SECOND + step_log.LATEST_STEPS and rows[0][1] >= 400
-    assert sum(row[4] for row in rows) == pytest.approx(50 * step_log.KEPT_SECONDS, abs=25)
+    assert len(rows) <= history.KEPT_SECONDS * history.ROWS_A_SECOND + history.LATEST_STEPS and rows[0][1] >= 400
+    assert sum(row[4] for row in rows) == pytest.approx(50 * history.KEPT_SECONDS, abs=25)
 
 
 def test_a_large_pool_is_told_in_parts_none_of_which_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(num_blocks=20_000, block_size=4, rows=4, budget=8192, check=False, max_len=60_000)
-    view = EngineView(engine.core)
+    view = view_of(engine.core)
     engine.add("a", [token % 50 for token in range(50_000)], sampling(2))
     engine.run()
     reader = Reader(view, "w", engine.scheduler)
@@ -299,7 +298,7 @@ def test_a_large_pool_is_told_in_parts_none_of_which_takes_long(monkeypatch: pyt
 def test_a_busy_engine_works_a_hundred_times_as_long_as_it_takes_to_gather_a_frame() -> None:
     engine = FakeEngine()
     now = iter([float(at) for at in range(1000)])  # whoever asks for the time takes a second
-    view = EngineView(engine.core, clock=lambda: next(now) / 1000)
+    view = view_of(engine.core, clock=lambda: next(now) / 1000)
     view.ask("w", "full")
     assert view.frames(busy=True), "the first is due"
     due = view._watchers["w"].due
@@ -326,7 +325,7 @@ def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
 ) -> None:
     def run(watched: bool) -> FakeEngine:
         engine = FakeEngine(num_blocks=12)
-        view = EngineView(engine.core) if watched else None
+        view = view_of(engine.core) if watched else None
         told: list[str] = []
         for number in range(3):
             engine.add(f"r{number}", list(range(number, 14)), sampling(9, n=2))
@@ -340,7 +339,7 @@ def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
             view.ask("late", "full")
             assert [(client, frame.error) for client, frame in view.frames(busy=False)] == [("late", FAILED)]
             assert view.frames(busy=False) == []
-            assert isinstance(engine.core.trace, NoTrace) and engine.pool.on_event == engine._on_event and not view._watchers
+            assert engine.pool.on_event == engine._on_event and not view._watchers
         return engine
 
     whole = run(watched=False)
@@ -355,12 +354,8 @@ def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
 
 
 def test_a_stream_of_frames_ends_with_what_the_engine_says() -> None:
-    class Silent:
-        def send(self, body: object) -> None:
-            pass
-
     async def main() -> None:
-        stream = ViewStream(Silent())  # type: ignore[arg-type]
+        stream = ViewStream(lambda wanted: None)
         asyncio.get_running_loop().call_later(0.01, lambda: stream.push(ViewFrame(True, 0.0, 0.0, error=FAILED)))
         with pytest.raises(UnavailableError, match="the inspector failed"):
             await anext(stream.frames())

@@ -10,16 +10,14 @@ The pool, the sequences and the ring buffers bound all of it, so a client that r
 frame is bounded, too; the rest comes with the next frame.
 """
 
-from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from octavo.engine.step_log import StepLog
-from octavo.engine.wire import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.inspector.frames import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.inspector.history import Contents, StepLog
 from octavo.messages import Ending
-from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
+from octavo.policy.block_pool import NULL_BLOCK, Event
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 
@@ -33,34 +31,6 @@ ASKED_TOKENS = 64  # of a waiting prompt
 
 
 Place = tuple[Sequence, int, int]  # a block's sequence, cache group, and index in that table
-
-
-class Contents:
-    """The tokens of sealed blocks, and since when. It exists from the start, because nothing else knows the content of a cached block."""
-
-    def __init__(self, pool: BlockPool, spans: list[int], clock: Callable[[], float]) -> None:
-        """`spans`: tokens in a block of each cache group."""
-        self.spans = spans
-        self.since = array("d", [0.0]) * pool.num_blocks  # by the clock
-        self._room = max(spans)
-        self._ids = array("i", [0]) * (pool.num_blocks * self._room)
-        self._key_of = pool.key_of
-        self._clock = clock
-
-    def remember(self, seq: Sequence, group: int, first: int, end: int) -> None:
-        span, now = self.spans[group], self._clock()
-        for index in range(first, end):
-            block = seq.tables[group][index]
-            if self._key_of[block] is not None:  # otherwise it is a duplicate that stays with its sequence
-                start = block * self._room
-                self._ids[start : start + span] = seq.token_ids[index * span : (index + 1) * span]
-                self.since[block] = now
-
-    def of(self, block: int) -> list[int]:
-        """Returns the tokens of a sealed block."""
-        key = self._key_of[block]
-        assert key is not None
-        return self._ids[block * self._room : block * self._room + self.spans[key[0]]].tolist()
 
 
 @dataclass(slots=True)

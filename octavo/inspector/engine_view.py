@@ -1,7 +1,7 @@
 """The view: the state of pool and scheduler, collected while a client watches.
 
     kv.on_seal ────────┐   always: nothing else knows the content of a cached block
-    core.trace ────────┤   always: the figures of each step, for timelines that are opened later (step_log.py)
+    core.traces ───────┤   always: the figures of each step, for timelines that are opened later (history.py)
     pool.on_event ─────┤
     pins.on_change ────┤
     scheduler.on_end ──┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from octavo.engine.core import EngineCore
-from octavo.engine.step_log import StepLog
-from octavo.engine.watcher import Contents, Watcher
-from octavo.engine.wire import EventWords, ViewFrame, Wanted
+from octavo.inspector.frames import EventWords, ViewFrame, Wanted
+from octavo.inspector.history import Contents, StepLog
+from octavo.inspector.watcher import Watcher
 from octavo.log import logger
 from octavo.messages import Ending, StepPlan
 from octavo.policy.block_pool import BlockKey, Event
@@ -41,8 +40,9 @@ class NoView:
 
 
 class EngineView:
-    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
-        self._core, self._scheduler = core, core.scheduler
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        """It must also follow the steps: see `traces` of `EngineCore`."""
+        self._scheduler = scheduler
         self._clock, self._start = clock, clock()
         self._started = time.time()
         self._watchers: dict[str, Watcher] = {}  # by client
@@ -55,7 +55,6 @@ class EngineView:
         self._contents = Contents(kv.pool, kv.spans, clock)
         self._steps = StepLog()
         self._seen = self._counts()
-        self._trace, core.trace = core.trace, self
         kv.on_seal = self._on_sealed
 
     def ask(self, client: str, wanted: Wanted) -> None:
@@ -105,7 +104,7 @@ class EngineView:
             logger.error("the inspector failed and is switched off; the engine goes on", exc_info=error)
             self._is_off = True
             self._untold |= {client for client, watcher in self._watchers.items() if watcher.wants}
-            self._scheduler.kv.on_seal, self._core.trace = self._on_seal, self._trace
+            self._scheduler.kv.on_seal = self._on_seal
             if self._is_attached:
                 self._detach()
             self._watchers.clear()
@@ -162,14 +161,12 @@ class EngineView:
             watcher.on_end(seq, reason)
 
     def begin(self) -> None:
-        self._trace.begin()
         self._began = self._clock()
 
     def mark(self, name: str) -> None:
-        self._trace.mark(name)
+        pass
 
     def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        self._trace.end(plan, scheduler)
         self._try(self._note_step, plan, scheduler)
 
     def _note_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
@@ -199,10 +196,10 @@ class EngineView:
         return stats.preemptions, stats.prefix_hits, stats.prefix_queries
 
     def rest(self, scheduler: Scheduler) -> None:
-        self._trace.rest(scheduler)
+        pass
 
     def close(self) -> None:
-        self._trace.close()
+        pass
 
     def _tell(self, event: EventWords) -> None:
         for watcher in self._watchers.values():

@@ -1,6 +1,6 @@
 """`--record FILE` writes the lines of the view to a file, which the page can replay without a server (docs/view.md).
 
-Only its owner can read the file. privacy.py says whether it has text. It ends at MOST_BYTES, with the server, or when the disk is full.
+Only its owner can read the file. access.py says whether it has text. It ends at MOST_BYTES, with the server, or when the disk is full.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import stat
 from contextlib import aclosing, suppress
 
 from octavo.errors import ConfigError, UnavailableError
+from octavo.inspector.hub import ViewHub
 from octavo.log import logger
 from octavo.own_file import open_own
-from octavo.server.view import ViewHub
 
 MOST_BYTES = 256 * 2**20
 HEAD = b'{"kind":"head"'

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.client.api import RemoteServer
-from octavo.client.view import ViewState
 from octavo.errors import RemoteError
+from octavo.inspector.state import ViewState
 
 PATH = "/v1/view"
 SILENCE_SECONDS = 15.0  # a server sends something every five seconds

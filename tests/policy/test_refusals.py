@@ -4,7 +4,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Limits
-from octavo.policy.door import check_request
+from octavo.policy.request import check_request
 from tests.support.fake import VOCAB, FakeEngine, sampling
 
 MAX = 32

@@ -1,4 +1,4 @@
-"""A body becomes one `Ask` or several: its text as token ids, its parameters within the limits of this server.
+"""A body becomes one `AddRequest` or several: its text as token ids, its parameters within the limits of this server.
 
 Short text is encoded at once. Long text and chat templates run in a thread, so that the event loop goes on. `SamplingParams` checks
 each value by itself. Here are the limits of this server, for single fields and for a whole request:
@@ -17,17 +17,15 @@ from functools import partial
 
 from starlette.requests import Request
 
-from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError, TemplateError
 from octavo.inputs import Message
-from octavo.messages import Limits
+from octavo.messages import AddRequest, Limits
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar, held_to
-from octavo.server.beams import beams_of, for_beams
+from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar
 from octavo.server.body import LARGE_BYTES, are_ids
-from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody
+from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody, beams_of, for_beams
 from octavo.server.state import Server
-from octavo.server.threads import Kind
+from octavo.server.turns import Kind
 from octavo.server_config import ServerConfig
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.reasoning import ends_in_thought
@@ -58,7 +56,7 @@ _SAME = (
 Encoded = tuple[str | None, list[int]]
 
 
-async def chat_ask(
+async def chat_request(
     request: Request,
     server: Server,
     body: ChatBody | ResponseBody,
@@ -67,8 +65,8 @@ async def chat_ask(
     offered: list[dict[str, object]],
     choice: ToolChoice,
     asked: StructuredOutputsParams | None,
-) -> tuple[Ask, AnswerForm]:
-    """Returns the ask for a conversation, and the form of its answer.
+) -> tuple[str, AddRequest, AnswerForm]:
+    """Returns the text of a conversation, its request, and the form of its answer.
 
     `own`: see `_sampling_params`. `messages`: called in a thread, because there may be many. `offered`: the tools in the prompt.
     `asked`: the form that the answer must have.
@@ -88,14 +86,14 @@ async def chat_ask(
     if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
         written = partial(chat_grammar, asked, form, offered, choice, text)
         params = params if choice.mode != "required" else replace(params, stop=(), stop_token_ids=())  # what ends text ends no call
-        params = await held_to(server, params, await server.threads.run("bodies", request, written))
-    return Ask(text, ids, params, *terms, bad_words=words, beams=beams), form
+        params = await _held_to(server, params, await server.threads.run("bodies", request, written))
+    return text, AddRequest("", ids, params, *terms, words, beams=beams), form
 
 
-async def completion_asks(
+async def completion_requests(
     request: Request, server: Server, body: CompletionBody, asked: StructuredOutputsParams | None
-) -> list[Ask]:
-    """Returns an ask for each prompt. `asked`: the form that every answer must have."""
+) -> tuple[list[str | None], list[AddRequest]]:
+    """Returns the text of each prompt that has one, and the requests. `asked`: the form that every answer must have."""
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults)
     beams = beams_of(body, server.config.max_n)
@@ -106,8 +104,17 @@ async def completion_asks(
     _check_form(asked, len(encoded))
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
-    params = await held_to(server, params, asked)
-    return [Ask(text, ids, params, *terms, bad_words=words, beams=beams) for text, ids in encoded]
+    params = await _held_to(server, params, asked)
+    return [text for text, _ in encoded], [AddRequest("", ids, params, *terms, words, beams=beams) for _, ids in encoded]
+
+
+async def _held_to(server: Server, params: SamplingParams, asked: StructuredOutputsParams | None) -> SamplingParams:
+    """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
+    if asked is None:
+        return params
+    params = replace(params, structured_outputs=asked)
+    await server.grammars.check(asked)
+    return params
 
 
 async def _encode_chat(
@@ -252,9 +259,11 @@ def _few_chars(name: str, values: object, most: int) -> None:
         raise RequestError(f"{name} has {chars:,} characters in all, at most {most:,} are allowed", name)
 
 
-def _terms_of(body: GenerationBody, config: ServerConfig) -> tuple[int, str, float]:
-    """Returns priority, salt and time-out, in the order of `Ask`."""
-    return _priority_of(body), salt_of(body.cache_salt), _timeout_of(body, config)
+def _terms_of(body: GenerationBody, config: ServerConfig) -> tuple[int, str]:
+    """Returns priority and salt, in the order of `AddRequest`. Checks the time-out, too: all refusals come before the work."""
+    terms = _priority_of(body), salt_of(body.cache_salt)
+    timeout_of(body, config)
+    return terms
 
 
 def _priority_of(body: GenerationBody) -> int:
@@ -265,7 +274,8 @@ def _priority_of(body: GenerationBody) -> int:
     return priority
 
 
-def _timeout_of(body: GenerationBody, config: ServerConfig) -> float:
+def timeout_of(body: GenerationBody, config: ServerConfig) -> float:
+    """Returns the seconds that a request may take."""
     if body.timeout is None:
         return config.request_timeout
     if not (body.timeout > 0 and math.isfinite(body.timeout)):

@@ -2,16 +2,17 @@
 
 import pytest
 
-from octavo.engine import cache_news
-from octavo.engine.cache_news import CacheNews
+from octavo.engine import routing
 from octavo.engine.process import Loop
 from octavo.engine.router import Gone, Met
-from octavo.engine.view import EngineView, NoView
+from octavo.engine.routing import CacheUpdates
 from octavo.engine.wire import Cached
+from octavo.inspector.engine_view import NoView
 from octavo.messages import CacheChange
 from octavo.policy.block_pool import BlockPool, Event
 from octavo.policy.digests import SHORT
 from tests.support.fake import FakeEngine, sampling
+from tests.support.watching import view_of
 
 
 def digest(number: int) -> bytes:
@@ -40,7 +41,7 @@ def changes(change: CacheChange | None) -> tuple[set[int], set[int]]:
 
 def test_a_change_has_what_was_sealed_and_evicted_since_the_last() -> None:
     pool = BlockPool(4)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     assert news.take() is None
     seal(pool, 1, 2, 3)
     assert changes(news.take()) == ({1, 2, 3}, set())
@@ -51,7 +52,7 @@ def test_a_change_has_what_was_sealed_and_evicted_since_the_last() -> None:
 
 def test_what_happened_to_a_digest_last_is_told() -> None:
     pool = BlockPool(2)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     seal(pool, 1, 2, 3)
     assert changes(news.take()) == ({3}, {1, 2})
     seal(pool, 4, 3)
@@ -60,7 +61,7 @@ def test_what_happened_to_a_digest_last_is_told() -> None:
 
 def test_other_cache_groups_are_not_told() -> None:
     pool = BlockPool(4)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     seal(pool, 1, group=1)
     assert news.take() is None
     seal(pool, 2)
@@ -69,7 +70,7 @@ def test_other_cache_groups_are_not_told() -> None:
 
 def test_a_forgotten_cache_is_told() -> None:
     pool = BlockPool(4)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     seal(pool, 1, 2)
     news.take()
     pool.forget()
@@ -77,9 +78,9 @@ def test_a_forgotten_cache_is_told() -> None:
 
 
 def test_a_new_frontend_is_told_in_parts_and_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_news, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(routing, "MOST_BLOCKS", 3)
     pool = BlockPool(12)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     seal(pool, *range(1, 6))  # in blocks 1 to 5: the parts have blocks 0 to 2, 3 to 5, 6 to 8, 9 to 11
     news.take()
     assert news.next_part() is None and not news.is_behind
@@ -95,9 +96,9 @@ def test_a_new_frontend_is_told_in_parts_and_one_after_the_other(monkeypatch: py
 
 
 def test_a_take_tells_a_limited_number_of_changes_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_news, "MOST_DIGESTS", 2)
+    monkeypatch.setattr(routing, "MOST_DIGESTS", 2)
     pool = BlockPool(4)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     seal(pool, 1, 2, 3)
     news.take(), news.take()
     seal(pool, 4, 5, 6)
@@ -117,7 +118,7 @@ class Router:
         self.waited = self.waited or (wait and not self.commands)
         return [self.commands.pop(0)] if self.commands else []
 
-    def tell(self, body: object, name: str | None = None) -> None:
+    def send(self, body: object, name: str | None = None) -> None:
         if isinstance(body, Cached):
             self.told.append((name, body.change))
 
@@ -128,10 +129,10 @@ class Router:
 
 
 def test_an_idle_engine_tells_everything_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_news, "MOST_BLOCKS", 4)
-    monkeypatch.setattr(cache_news, "MOST_DIGESTS", 2)
+    monkeypatch.setattr(routing, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(routing, "MOST_DIGESTS", 2)
     engine, router = FakeEngine(num_blocks=16), Router(Met("new"))
-    news = CacheNews(engine.pool)
+    news = CacheUpdates(engine.pool)
     engine.add("a", list(range(30)), sampling(1))
     engine.run()
     held = {key[:SHORT] for _, key in engine.pool.index}
@@ -150,14 +151,14 @@ def test_an_idle_engine_tells_everything_before_it_waits(monkeypatch: pytest.Mon
 def test_blocks_from_before_the_news_began_are_told() -> None:
     pool = BlockPool(4)
     seal(pool, 1)
-    news = CacheNews(pool)
+    news = CacheUpdates(pool)
     assert told_by(news) == {digest(1)[:SHORT]} and changes(news.take()) == ({1}, set())
 
 
 def test_others_who_listen_to_the_pool_go_on_hearing() -> None:
     heard: list[Event] = []
     pool = BlockPool(4, lambda event, block, key: heard.append(event))
-    CacheNews(pool)
+    CacheUpdates(pool)
     seal(pool, 1)
     assert heard == ["take", "seal", "release"]
 
@@ -167,9 +168,9 @@ def test_news_and_view_do_not_disturb_each_other(view_first: bool) -> None:
     """A view attaches and detaches while the news go on, whichever of the two was made first."""
     engine = FakeEngine(num_blocks=16)
     if view_first:
-        view, news = EngineView(engine.core), CacheNews(engine.pool)
+        view, news = view_of(engine.core), CacheUpdates(engine.pool)
     else:
-        news, view = CacheNews(engine.pool), EngineView(engine.core)
+        news, view = CacheUpdates(engine.pool), view_of(engine.core)
     for number, wanted in enumerate(("none", "full", "delta", "none", "full", "none")):
         view.ask("watcher", wanted)
         engine.add(str(number), [number] * 13, sampling(2))
@@ -181,7 +182,7 @@ def test_news_and_view_do_not_disturb_each_other(view_first: bool) -> None:
         assert told_by(news) == {key[:SHORT] for _, key in engine.pool.index}
 
 
-def told_by(news: CacheNews) -> set[bytes]:
+def told_by(news: CacheUpdates) -> set[bytes]:
     """What a frontend is told that comes now."""
     news.add("new")
     part = news.next_part()

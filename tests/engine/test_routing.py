@@ -14,12 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from bench.routing import POLICIES, Machine, Simulation, Way, of_trace, prefixes, third
 from octavo.bench.traces import HASHED, read_trace
-from octavo.engine import cache_news
-from octavo.engine.cache_news import CacheNews
+from octavo.engine import routing
+from octavo.engine.routing import COLD, HOT, WORTH, CacheUpdates, Choice, Policy, Routing
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import SHORT, Digests
-from octavo.policy.routing import COLD, HOT, WORTH, Choice, Policy, Routing
 from octavo.server_config import RoutingPolicy
 from tests.policy.machine_settings import machine_settings
 from tests.support.fake import GROUPS, FakeEngine, sampling
@@ -351,7 +350,7 @@ def test_what_a_door_believes_is_what_the_pools_hold(groups: tuple[CacheGroup, .
     """Random schedules on small pools, with evictions and forgotten caches. A second door comes later, and is told in parts meanwhile."""
     random = Random(seed)
     engines = [FakeEngine(block_size=4, num_blocks=24, rows=4, groups=groups) for _ in ALL]
-    news = [CacheNews(engine.pool) for engine in engines]
+    news = [CacheUpdates(engine.pool) for engine in engines]
     early, late = Routing("prefix", 3, 4), Routing("prefix", 3, 4)
     doors = [early]
     for step in range(40):
@@ -367,7 +366,7 @@ def test_what_a_door_believes_is_what_the_pools_hold(groups: tuple[CacheGroup, .
             for each in news:
                 each.add("late")
             doors.append(late)
-        with patch.object(cache_news, "MOST_BLOCKS", random.randrange(1, 8)):
+        with patch.object(routing, "MOST_BLOCKS", random.randrange(1, 8)):
             for number in ALL:
                 if random.random() < 0.5 and (part := news[number].next_part()) is not None:
                     late.learn(number, part[1])
@@ -383,7 +382,7 @@ def test_what_a_door_believes_is_what_the_pools_hold(groups: tuple[CacheGroup, .
         assert early._engines[number].found == late._engines[number].found == held
 
 
-def _tell(doors: list[Routing], news: list[CacheNews]) -> None:
+def _tell(doors: list[Routing], news: list[CacheUpdates]) -> None:
     for number in ALL:
         if (told := news[number].take()) is not None:
             for each in doors:

@@ -1,21 +1,19 @@
-"""`Routing`: selects the engine for a request.
+"""Selects the engine for a request, by what engines report about their caches and by what was sent to them.
 
-    prefix    the engine that has most of the prompt, unless it is so busy that computing the prompt again elsewhere is faster
-    least     the engine with the fewest tokens left to process
-    turns     round robin
-    first     the first that is ready, while the others are a reserve; for the lesson, which shows one engine
+    Routing         in an API process: chooses among several engines
+    CacheUpdates    in each engine: what is cached there, for the API processes
 
-For each engine it tracks the cached blocks, which the engine reports, and the requests that this frontend has sent there. Blocks of a
-request in flight count as cached, so requests with a common prefix that arrive together stay together. A load is the tokens that this
-frontend has sent and that have not come back. Other frontends are not consulted: if each balances its own requests, the sum is
-balanced.
+An engine and an API process compute the same digests, because they have the same key. One cache group is enough to tell which engine
+has the longest prefix of a prompt, so only group 0 is sent.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from octavo.messages import CacheChange
+from octavo.policy.block_pool import BlockKey, BlockPool, Event
 from octavo.policy.digests import SHORT
 from octavo.server_config import RoutingPolicy
 
@@ -46,7 +44,7 @@ class _Sent:
     samples: int
     to_come: int  # estimated tokens of its answers
     load: int  # how many of them are left, and its prompt until the first one has arrived
-    said: int = 0
+    received: int = 0
 
 
 @dataclass(slots=True)
@@ -58,6 +56,19 @@ class _Engine:
 
 
 class Routing:
+    """The policies:
+
+        prefix    the engine that has most of the prompt, unless it is so busy that computing the prompt again elsewhere is faster
+        least     the engine with the fewest tokens left to process
+        turns     round robin
+        first     the first that is ready, while the others are a reserve; for the lesson, which shows one engine
+
+    For each engine it tracks the cached blocks, which the engine reports, and the requests that this process has sent there. Blocks of
+    a request in flight count as cached, so requests with a common prefix that arrive together stay together. A load is the tokens that
+    this process has sent and that have not come back. Other API processes are not consulted: if each balances its own requests, the
+    sum is balanced.
+    """
+
     def __init__(self, policy: Policy, num_engines: int, block_size: int) -> None:
         """`block_size`: the tokens that a digest covers beyond the previous digest."""
         self.policy = policy
@@ -147,8 +158,8 @@ class Routing:
         sent = self._sent.get(request_id)
         if sent is None or not count:
             return
-        sent.said += count
-        left = max(1, sent.to_come - sent.said)  # it keeps some load until it ends
+        sent.received += count
+        left = max(1, sent.to_come - sent.received)  # it keeps some load until it ends
         self._engines[sent.engine].load += left - sent.load
         sent.load = left
 
@@ -164,8 +175,8 @@ class Routing:
                 del engine.coming[digest]
             else:
                 engine.coming[digest] -= 1
-        if sent.said:
-            self._guess += (sent.said / sent.samples - self._guess) / MEMORY
+        if sent.received:
+            self._guess += (sent.received / sent.samples - self._guess) / MEMORY
 
     # --- what an engine has ------------------------------------------------------------------------------------------
 
@@ -188,3 +199,86 @@ class Routing:
 
 def _split(digests: bytes) -> list[bytes]:
     return [digests[start : start + SHORT] for start in range(0, len(digests), SHORT)]
+
+
+# -- what an engine reports
+
+GROUP = 0  # the cache group that is sent
+MOST_BLOCKS = 8192  # of which a part tells, about a millisecond of work
+MOST_DIGESTS = 4096  # sealed, and as many evicted, in one take
+
+
+class CacheUpdates:
+    """Changes since the last `take` for all API processes, and all that is cached, a part at a time, for a new one (`add`, `next_part`).
+
+    A pool can have a million blocks. So what the loop of the engine sends in one turn is limited, and the rest follows in the next
+    turns. Parts go over the blocks in order, while they change. A reader with all parts and all changes since the first part knows
+    exactly what is cached: a digest that moves to a block that was passed already is sealed there, and whatever happens to a digest
+    last is a change.
+
+    Used only by the engine's loop, since the pool changes in every step.
+
+    It stays hooked into the pool, so it must be created before the first watcher: a watcher that leaves restores the hook it found.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._on_event = pool.on_event
+        self._sealed: dict[bytes, None] = dict.fromkeys(digest for group, digest in pool.index if group == GROUP)  # not sent yet
+        self._evicted: dict[bytes, None] = {}
+        self._new: dict[str, int] = {}  # frontends that have not got all parts, and the first block of the next one
+        pool.on_event = self._on_block
+
+    def _on_block(self, event: Event, block: int, key: BlockKey | None) -> None:
+        self._on_event(event, block, key)
+        if key is None or event == "share" or key[0] != GROUP:
+            return  # most events have no key; only seal, evict and share have one
+        now, before = (self._sealed, self._evicted) if event == "seal" else (self._evicted, self._sealed)
+        before.pop(key[1], None)
+        now[key[1]] = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to send."""
+        return bool(self._sealed or self._evicted or self._new)
+
+    def add(self, name: str) -> None:
+        """A frontend is new, or has forgotten everything."""
+        self._new.pop(name, None)
+        self._new[name] = 0
+
+    def drop(self, name: str) -> None:
+        """A frontend has left."""
+        self._new.pop(name, None)
+
+    def next_part(self) -> tuple[str, CacheChange] | None:
+        """Returns a frontend that is new, and the next part of what is cached; None if there is no such frontend, or nothing in this part.
+
+        The first part is `full`: it replaces what came before.
+        """
+        if not self._new:
+            return None
+        name, start = next(iter(self._new.items()))
+        self._new[name] = end = start + MOST_BLOCKS
+        if end >= self._pool.num_blocks:
+            del self._new[name]
+        found = [key[1] for key in self._pool.key_of[start:end] if key is not None and key[0] == GROUP]
+        return (name, CacheChange(start == 0, _joined(found))) if found or start == 0 else None
+
+    def take(self) -> CacheChange | None:
+        """Returns changes since the last take, oldest first, or None."""
+        if not (self._sealed or self._evicted):
+            return None
+        return CacheChange(False, _joined(_taken(self._sealed)), _joined(_taken(self._evicted)))
+
+
+def _taken(digests: dict[bytes, None]) -> list[bytes]:
+    """Removes the first digests, and returns them."""
+    taken = list(islice(digests, MOST_DIGESTS))
+    for digest in taken:
+        del digests[digest]
+    return taken
+
+
+def _joined(digests: Iterable[bytes]) -> bytes:
+    return b"".join([digest[:SHORT] for digest in digests])
