@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/house.md"
 SHORT = 40  # lines
-IDLE_SECONDS, END_SECONDS = 3, 1  # without a request; for what runs after the last chunk
+IDLE_SECONDS, END_SECONDS = 2, 1  # without a request; for what runs after the last chunk. An engine returns memory every 5 s
 KERNELS = ("octavo/kernels/", "octavo/native/")
 # Names of a dense layer's matrices, in a checkpoint and here, and the keys of a config.json that give their sizes.
 LAYER_WORDS = re.compile(r"\b([qkvo]_proj|gate_proj|up_proj|down_proj|gate_up|intermediate_size|num_key_value_heads)\b")
