@@ -31,7 +31,10 @@ class StepSharing:
         rows, counts = np.array(plan.row, np.int32), np.array(plan.num_query, np.int32)
         (single,) = (counts == 1).nonzero()
         rows, context = rows[single], np.array(plan.start, np.int32)[single] + 1
-        found = [reads.nodes(rows, context, count) for reads, count in zip(self._reads, self._changes.count)]
+        contexts = [context] * len(self._reads)
+        for group, lengths in plan.group_lengths.items():
+            contexts[group] = np.array(lengths, np.int32)[single]
+        found = [reads.nodes(rows, *each) for reads, *each in zip(self._reads, contexts, self._changes.count)]
         if len(single) == len(counts):
             return found
         return [SharedKeys(keys.nodes, single[keys.rows].astype(np.int32)) if len(keys.nodes) else NOTHING for keys in found]

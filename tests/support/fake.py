@@ -7,7 +7,7 @@ not updated). The clock counts steps.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
@@ -27,8 +27,19 @@ from octavo.worker.faults import Faults
 from tests.support.beams import expected_beams
 
 VOCAB = 50
+
+
+@dataclass(frozen=True, slots=True)
+class PairsGroup(CacheGroup):
+    """A position can be read as soon as the second one of its pair is there."""
+
+    def length(self, end: int) -> int:
+        return end // 2 * 2
+
+
 GROUPS = [
     (FULL,), (FULL,), (FULL, WindowGroup(window=3)), (FULL, WindowGroup(window=6, links=2)), (CacheGroup(links=2), WindowGroup(window=5)),
+    (FULL, WindowGroup(window=5), PairsGroup()),
 ]  # fmt: skip
 Hook = Callable[[], None]
 

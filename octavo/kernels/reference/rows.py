@@ -32,7 +32,6 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     lines, out = words.numpy(), step.on_host()
     rows, starts, firsts = out["row"], out["query_start"], out["start"]
     counts, total, padded = starts[1:] - starts[:-1], int(starts[-1]), rows[-1] < 0
-    context = firsts + counts
     if total == len(rows) and counts.max() == 1:  # one token each, as in a decode step
         token_rows, positions = rows, firsts.astype(np.int64)
     else:
@@ -40,18 +39,16 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
         positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
     if padded:  # padding: it reads row 0, and its results go to the null block
         positions[token_rows < 0] = 0
-        context[rows < 0] = 0
     _fill(out["positions"], positions, total)
     _fill(out["token_ids"], lines[token_rows, layout.tokens + positions], total, token_rows)
-    most = int(context.max())
-    for group, links in enumerate(layout.links):
+    for group, (links, context) in enumerate(zip(layout.links, out["context_len"])):
         table, span = layout.table(group), links * block_size
         slots = lines[token_rows, table + positions // span].astype(np.int64) * span + positions % span
         _fill(out["slots"][group], slots, total, token_rows)
-        longest, held = -(-most // span), -(-context // span)
+        held = -(-context // span)
+        longest = int(held.max())
         tables = lines[rows, table : table + longest]
         out["tables"][group][:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
-    out["context_len"][:] = context
     out["sample_index"][:] = np.maximum(starts[1:] - 1, 0)
     heads = lines[rows, :HEAD]
     if padded:
