@@ -3,8 +3,8 @@
     entries   sent by the host: query_start [P+1] | row [P] | start [P] | samples [P] | context_len [groups, P], one int32 array
     the rest  read by `prepare` from the rows
 
-A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which goes to the null block. Every part
-starts at a multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
+A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at a
+multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 """
 
 from dataclasses import dataclass, field, fields
@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.kernels.row_words import NOISE_WORDS, RowLayout
 
 ALIGNED = 4  # words
+NO_SLOT = -1  # nothing is stored there
 ENTRY_PARTS = 4  # before the lengths, of which there is a part for each cache group
 
 
@@ -35,7 +36,7 @@ class StepTensors:
     context_len: Tensor  # [groups, P]: positions in the cache after the step
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group
+    slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group, NO_SLOT for padding
     tables: Tensor  # [groups, P, max_blocks] int32, undefined after a row's last block; the null block behind a window
     sample_index: Tensor  # [P] int64: the last token of each scheduled row
     temperature: Tensor  # [P] float32

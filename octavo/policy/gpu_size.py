@@ -55,7 +55,7 @@ def gpu_step_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 
 def graph_refusal(model: ModelDescription) -> str | None:
     """Returns why steps of this model cannot be captured as CUDA graphs, or None."""
-    if any("context_parallel" in layer.mixer.features for layer in model.kinds):
+    if model.shares_context:
         return "ranks that share a context communicate in every layer"
     return None if model.captured else f"the {model.family} family does not say that its steps can be captured"
 

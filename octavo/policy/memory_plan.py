@@ -76,6 +76,7 @@ class ModelNeeds:
     device: str = "cpu"
     arm: bool = False  # torch copies a matrix before it multiplies by it, and malloc retains nothing
     slab: int = 0  # bytes of the weights that a step on a GPU dequantises at once
+    one_table: str | None = None  # why all layers share one block table, so that windows free nothing
 
     @property
     def keeps_codes(self) -> bool:
@@ -88,7 +89,7 @@ class ModelNeeds:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        return split_layers(self.specs) if self.model.gives_back else one_group(self.specs)
+        return split_layers(self.specs) if self.one_table is None else one_group(self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +265,7 @@ class _Planner:
             least = self.fewest if wanted is None else min(most, self._blocks_for(config, wanted) + 1)
             blocks = self._most_blocks(config, most) or least
         max_len = wanted or largest(2, self._reach(config, blocks), lambda length: self._holds(config, blocks, length)) or 2
-        ranks = config.decode_context_parallel_size
-        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, ranks)
+        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, config.decode_context_parallel_size)
         held = geometry.concurrency(config.max_num_batched_tokens)
         return MemoryPlan(geometry, self.use(config, blocks, max_len), self.memory, concurrency=held)
 

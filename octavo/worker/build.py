@@ -42,7 +42,7 @@ from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
-from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore, clear_null_block
+from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads
 from octavo.worker.memory import out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
@@ -69,6 +69,7 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
     stored = _open_stored(facts)
     facts.warn_of_floats()
     facts.tell_of_fp8()
+    facts.tell_of_windows()
     with out_of_memory_explained(facts.needs, facts.config):
         return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
 
@@ -105,13 +106,10 @@ def _build(
         eager, store = _eager(facts, geometry, stored, table, shadow)
         # the stages of a pipeline capture graphs of different shapes, but a step must have the same size on all of them
         graph = _graph(facts, eager) if facts.on_device and facts.place.stage.count == 1 else None
-        # padding writes to the null block, which reference kernels read behind a freed window; verification avoids that case, too
-        unpadded = facts.model.several_tables() is not None and (facts.device.type == "cpu" or shadow is not None)
-        program = eager if graph is None or unpadded else graph
+        program = eager if graph is None else graph
         runner = ModelRunner(watched_torch(program, eager, shadow) if shadow else program, sampling, store, table, faults, processed)
         if graph is not None and facts.device.type == "cuda":
             _warm_up_graph(facts, graph, runner, compilers)
-            clear_null_block(store.caches)
     give_back_freed_memory()
     _log(facts, geometry)
     warm = facts.device.type == "cuda" and facts.place.stage.count == 1

@@ -100,6 +100,11 @@ class Facts:
         if names:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
+    def tell_of_windows(self) -> None:
+        """Logs why blocks behind windows are kept, if they are."""
+        if self.needs.one_table is not None and any(spec.window is not None for spec in self.needs.specs):
+            logger.info("Blocks behind windows are not freed: %s", self.needs.one_table)
+
     def tell_of_fp8(self) -> None:
         """Logs how many matrices stay 8-bit floats, and the dtype of the other factor."""
         count = sum(one.codes is not None and one.codes.fp8_span > 0 for one in self.kept)

@@ -118,7 +118,8 @@ class Eager:
         most_rows, device = len(table.words), table.words.device
         self.teams = _teams(model, backend, len(self._spans), most_rows)
         cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
-        self.sharing = None if cost is None else StepSharing(table, self._spans, cost)
+        alone = [number for number, group in enumerate(groups) if group.frees] if self.teams is not None else []
+        self.sharing = None if cost is None else StepSharing(table, self._spans, cost, alone)
         self.shared: Keys = [NOTHING] * len(self._spans)
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)

@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
-from octavo.kernels.step_tensors import StepTensors
+from octavo.kernels.step_tensors import NO_SLOT, StepTensors
 
 TILE = 1024
 AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_NOISE, WORDS_OF_NOISE = map(tl.constexpr, (HEAD, NUM_TOKENS, TEMPERATURE, NOISE, NOISE_WORDS))
+NOWHERE = tl.constexpr(NO_SLOT)
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def prepare_entries(
             tl.store(token_ids + at + lane, nothing, mask=inside)
             tl.store(positions + at + lane, nothing, mask=inside)
             for group in tl.static_range(GROUPS):
-                tl.store(slots + group * slots_stride + at + lane, nothing, mask=inside)
+                tl.store(slots + group * slots_stride + at + lane, nothing + NOWHERE, mask=inside)
         return
     end = tl.load(query_start + entry + 1)
     row = tl.load(rows + entry)
@@ -79,7 +80,8 @@ def prepare_entries(
         for group in tl.static_range(GROUPS):
             table = line + AT_TABLE + group * table_width
             block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            tl.store(slots + group * slots_stride + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=written)
+            slot = tl.where(inside, block * BLOCK_SIZE + position % BLOCK_SIZE, NOWHERE)
+            tl.store(slots + group * slots_stride + place, slot, mask=written)
     for group in tl.static_range(GROUPS):
         held = tl.cdiv(tl.load(context_len + group * lengths_stride + entry), BLOCK_SIZE)
         for at in range(0, held, TILE):
