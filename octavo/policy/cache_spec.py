@@ -1,14 +1,14 @@
-"""What one layer stores per token: the interface between a model and the KV store.
+"""What one layer stores, per token and per sequence: the interface between a model and the KV store.
 
     cache_specs(config, dtype) -> [LayerCacheSpec(layer=0, buffers={"k": Buffer((2, 64), "bfloat16"), "v": ...}), ...]
                                    of int8 with a scale for each head: "k_scale": Buffer((2,), "float32"), "v_scale": ...
 
 A buffer's shape is that of one token. The store lays tokens out as [num_blocks, block_size, *shape] and copies, sizes
-and fills buffers without interpreting their names.
+and fills buffers without interpreting their names. The state of a sequence is one value, whatever its length: [num_rows, *shape].
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from octavo.errors import ConfigError
@@ -25,19 +25,24 @@ class Buffer:
     dtype: str
 
     @property
-    def bytes_per_token(self) -> int:
+    def nbytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCacheSpec:
     layer: int
-    buffers: dict[str, Buffer]
+    buffers: dict[str, Buffer]  # of each token
     window: int | None = None
+    state: dict[str, Buffer] = field(default_factory=dict)  # of each sequence, computed from all of its tokens so far
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(buffer.bytes_per_token for buffer in self.buffers.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.state.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class CacheGeometry:
     bytes_per_token: int  # a block has this many bytes for each token it stores, in every group
     groups: tuple[CacheGroup, ...] = (FULL,)
     context_ranks: int = 1  # ranks that share the tokens of a block equally
+    state_bytes: int = 0  # of a sequence, beside its blocks
 
     @property
     def kept_tokens(self) -> int:

@@ -144,7 +144,8 @@ def _eager(
     torch.cuda.empty_cache()  # memory that was held while loading is not in the plan
     store = _reserve(facts, geometry)
     limits = geometry.block_size, facts.config.max_num_batched_tokens
-    eager = Eager(model, backend, store.caches, table, *limits, geometry.groups, facts.place)
+    caches = [cache | state for cache, state in zip(store.caches, store.states, strict=True)]
+    eager = Eager(model, backend, caches, table, *limits, geometry.groups, facts.place)
     return eager, store if shadow is None else ShadowedStore(store, shadow)
 
 
@@ -175,7 +176,8 @@ def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
     config, specs, size, watch = facts.config, facts.needs.specs, geometry.kept_tokens, Stopwatch()
     store: KVStore
     if facts.backend.paged:
-        store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
+        layout, rows = config.kv_cache_layout, config.max_num_seqs
+        store = PagedStore(specs, geometry.num_blocks, size, facts.device, layout, geometry.groups, rows)
     else:
         regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
         store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last region is for padding

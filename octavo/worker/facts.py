@@ -87,8 +87,9 @@ class Facts:
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
         """Returns the common cache geometry, with the layers of this rank."""
-        groups = self.needs.groups
-        return replace(geometry, groups=groups, bytes_per_token=token_bytes(self.needs.specs, groups))
+        specs, groups = self.needs.specs, self.needs.groups
+        state = sum(spec.state_bytes for spec in specs)
+        return replace(geometry, groups=groups, bytes_per_token=token_bytes(specs, groups), state_bytes=state)
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be quantised but cannot be."""

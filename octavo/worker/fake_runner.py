@@ -10,7 +10,7 @@
 A wrong block, a stale block, a wrong parent, a lost token or an error at a block boundary changes the text at once. `expected`
 computes the same over a plain list. Slots are `None` at first and in poisoned rows: reading one makes the row bad, as NaN would.
 Every further cache group must hold the same as the first: everything that a query reads is compared, up to the length that the plan
-says, and a freed block must not be read.
+says, and a freed block must not be read. With a state, h[i-1] is that of the row, not read through the table: a lost one changes the text.
 """
 
 from array import array
@@ -113,13 +113,15 @@ class _Row:
     num_prompt: int
     params: SamplingParams
     bad_words: list[list[int]]
+    state: Slot  # of the last position computed; lost if the row starts with positions from the cache
 
     @staticmethod
     def of(write: RowWrite) -> "_Row":
         noise = NO_NOISE if write.params.greedy else write.noise
         tables = [list(table) for table in write.tables]
         ids, root = array("i", write.token_ids), _root(write.root)
-        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words)
+        state = None if write.start else root
+        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words, state)
 
     def copy(self, noise: NoiseKey) -> "_Row":
         noise = NO_NOISE if self.noise is NO_NOISE else noise
@@ -235,11 +237,15 @@ class FakeRunner:
         `lengths`: in cache groups that do not have all positions to the end of the step
         """
         self.num_computed += count
-        (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
+        if self.geometry.state_bytes:
+            previous = row.state
+        else:
+            (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
             if previous is not None:
                 previous = _mix(previous, row.tokens[position], position)
             self._write(row, position, previous)
+        row.state = previous
         read = self._read(row, 0, 0, start + count)
         entries = [slot for slot in read if slot is not None]
         if len(entries) < start + count:

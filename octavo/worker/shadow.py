@@ -213,7 +213,7 @@ class ShadowedStore:
     """A paged store whose plans the shadow follows, too."""
 
     def __init__(self, store: KVStore, shadow: Shadow) -> None:
-        self.caches = store.caches
+        self.caches, self.states = store.caches, store.states
         self._store = store
         self._shadow = shadow
 

@@ -116,6 +116,7 @@ class FakeEngine:
         stages: int = 1,
         pinned: int = 1 << 30,
         links: int | None = None,
+        state_bytes: int = 0,
     ) -> None:
         """`pinned`: the most blocks that may be. `links`: the most that are hashed in a step. `max_len`: without it, as long as fits into
         the pool, and no longer than `most_len`.
@@ -131,7 +132,8 @@ class FakeEngine:
         if links is not None:
             self.scheduler.admission.links_per_step = links
         self.faults = ChosenFaults()
-        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1, groups), VOCAB, self.faults, row_tokens)
+        geometry = CacheGeometry(num_blocks, block_size, self.max_len, 1, groups, state_bytes=state_bytes)
+        self.runner = FakeRunner(geometry, VOCAB, self.faults, row_tokens)
         self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
         self.check = check

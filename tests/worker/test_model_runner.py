@@ -196,6 +196,17 @@ NARROW = LayerCacheSpec(2, {"k": Buffer((1, 4), "float32"), "v": Buffer((2, 3), 
 GROUPS = (CacheGroup((0, 1)), WindowGroup((2,), 2, 8))
 
 
+def test_a_fork_copies_a_state_and_a_new_sequence_starts_with_zeros() -> None:
+    specs = [replace(SPECS[0], state={"sum": Buffer((2,), "float32")}), SPECS[1]]
+    for store in (PagedStore(specs, 4, 16, num_rows=ROWS), ContiguousStore(specs, ROWS, MAX_LEN)):
+        (state,) = store.states[0].values()
+        assert not state.any() and not store.states[1] and "sum" not in store.caches[0]
+        state[:] = torch.arange(ROWS)[:, None]
+        forks = [RowFork(row, source, 0, NoiseKey((0, 0), 0, 0)) for row, source in ((1, 2), (2, 1), (4, 3))]
+        store.apply(StepPlan(1, row_forks=forks, row_writes=[write(3, [7], [1])]))
+        assert state[:, 0].tolist() == [0, 2, 1, 0, 3, 5] == state[:, 1].tolist()
+
+
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_layers_of_two_groups_share_their_memory_and_a_copy_moves_all_bytes_of_a_block_once(layout: Layout) -> None:
     store = PagedStore([*WIDE, NARROW], 6, 4, layout=layout, groups=GROUPS)
