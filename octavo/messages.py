@@ -84,6 +84,7 @@ class StepPlan:
     lengths: list[tuple[int, int]] = field(default_factory=list)  # (row, ids it keeps)
     last_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, id that replaces its last one)
     mask_rows: list[int] = field(default_factory=list)  # entries whose token is sampled with a grammar mask
+    group_lengths: dict[int, list[int]] = field(default_factory=dict)  # cache group -> of each entry, if not all positions to its end
 
     @property
     def is_empty(self) -> bool:

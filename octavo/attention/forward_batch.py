@@ -7,7 +7,7 @@
     context_len     [  41     5 ]   keys a row may read             [R]
     slots           block * block_size + offset of each token       [T]
 
-With several cache groups there is a batch for each of them, with its own tables, slots and block size.
+With several cache groups there is a batch for each of them, with its own lengths, tables, slots and block size.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class ForwardBatch:
     positions: Tensor  # [1, T] int64
     rows: Tensor  # [R] int64, row of the request table
     query_start: Tensor  # [R+1] int64
-    context_len: Tensor  # [R] int64, tokens in the cache after this step has written its own
+    context_len: Tensor  # [R] int64, positions in the cache of this group after this step has written its own
     tables: Tensor  # [R, B] int64, block tables, padded with the null block 0, which is also behind a freed window
     slots: Tensor  # [T] int64, the cache slot of each token
     sample_index: Tensor  # [S] int64, tokens whose logits are needed

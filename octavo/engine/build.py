@@ -234,7 +234,7 @@ def assemble(
     kv = KVManager(
         BlockPool(geometry.num_blocks, started.on_event),
         geometry.block_size,
-        caching=config.enable_prefix_caching,
+        caching=config.enable_prefix_caching and not geometry.state_bytes,  # blocks do not hold the state after their tokens
         key=started.key,
         identity=started.identity,
         force_miss=debug.cache_force_miss,

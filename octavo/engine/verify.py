@@ -100,7 +100,9 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
             f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {size} tokens ({longest} tokens), "
             f"but the model's maximum is {model.max_position}: lower --block-size"
         )
-    groups = ModelShape(source.name, model).needs("float32").groups
+    ranks = config.tensor_parallel_size, config.decode_context_parallel_size, config.expert_ranks
+    (shape, *_) = ModelShape(source.name, model).of_rank(*ranks).stages(config.pipeline_parallel_size)
+    groups = shape.needs("float32").groups
     config = stress_config(config, depth, groups)
     debug = replace(debug_from_environment(), check=True, preempt_every=PREEMPT_EVERY)
 

@@ -1,10 +1,10 @@
 """The tensors of a step, at fixed addresses, so that a captured graph can be replayed.
 
-    entries   sent by the host: query_start [P+1] | row [P] | start [P] | samples [P], one int32 array
+    entries   sent by the host: query_start [P+1] | row [P] | start [P] | samples [P] | context_len [groups, P], one int32 array
     the rest  read by `prepare` from the rows
 
-A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which goes to the null block. Every part
-starts at a multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
+A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at a
+multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 """
 
 from dataclasses import dataclass, field, fields
@@ -17,24 +17,26 @@ from torch import Tensor
 from octavo.kernels.row_words import NOISE_WORDS, RowLayout
 
 ALIGNED = 4  # words
+NO_SLOT = -1  # nothing is stored there
+ENTRY_PARTS = 4  # before the lengths, of which there is a part for each cache group
 
 
 def part_words(entries: int) -> int:
-    """Returns the size of each of the four parts."""
+    """Returns the size of each part."""
     return -(-(entries + 1) // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    entries: Tensor  # int32; the next four are views of it
+    entries: Tensor  # int32; the next five are views of it
     query_start: Tensor  # [P+1]
     row: Tensor  # [P]
     start: Tensor  # [P]: first position computed
     samples: Tensor  # [P]: 1 where an id is sampled after the last one
+    context_len: Tensor  # [groups, P]: positions in the cache after the step
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group
-    context_len: Tensor  # [P] int32
+    slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group, NO_SLOT for padding
     tables: Tensor  # [groups, P, max_blocks] int32, undefined after a row's last block; the null block behind a window
     sample_index: Tensor  # [P] int64: the last token of each scheduled row
     temperature: Tensor  # [P] float32
@@ -56,10 +58,11 @@ class StepMemory:
         def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.entries = words(4 * part_words(max_entries))
+        self._parts = ENTRY_PARTS + layout.groups
+        self.entries = words(self._parts * part_words(max_entries))
         self._token_ids, self._positions = (words(max_tokens, dtype=torch.int64) for _ in range(2))
         self._slots = words(layout.groups, max_tokens, dtype=torch.int64)
-        self._context_len, self._draw_positions = words(max_entries), words(max_entries)
+        self._draw_positions = words(max_entries)
         self._tables = words(layout.groups, max_entries, layout.max_blocks)
         self._sample_index = words(max_entries, dtype=torch.int64)
         self._temperature = words(max_entries, dtype=torch.float32)
@@ -74,17 +77,18 @@ class StepMemory:
 
     def _views(self, entries: int, tokens: int) -> StepTensors:
         size, part = entries, part_words(entries)
-        query_start, row, start, samples = self.entries[: 4 * part].view(4, part)
+        parts = self.entries[: self._parts * part].view(self._parts, part)
+        query_start, row, start, samples = parts[:ENTRY_PARTS]
         return StepTensors(
-            entries=self.entries[: 4 * part],
+            entries=parts.view(-1),
             query_start=query_start[: size + 1],
             row=row[:size],
             start=start[:size],
             samples=samples[:size],
+            context_len=parts[ENTRY_PARTS:, :size],
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
             slots=self._slots[:, :tokens],
-            context_len=self._context_len[:size],
             tables=self._tables[:, :size],
             sample_index=self._sample_index[:size],
             temperature=self._temperature[:size],

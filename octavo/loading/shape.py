@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from octavo.config import Quantization
-from octavo.errors import ConfigError
 from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
 from octavo.loading.files import INDEX, SINGLE, Entry, read_header, read_json_object, read_weight_map
 from octavo.loading.hub import cached_model, fetch_headers
@@ -39,7 +38,7 @@ from octavo.policy.memory_plan import ModelNeeds
 from octavo.policy.model_size import DECIDING, Codes, Kept, fits_fp8, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
-from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
+from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage, one_table
 from octavo.quant.quant_config import FP8_GROUP, QuantConfig, read_quant_config, whole_group
 
 FLOAT_BITS = 16
@@ -188,8 +187,6 @@ class ModelShape:
         """Returns the layers of each stage. Every rank computes the same result, before anything is loaded."""
         if count == 1:
             return [range(self.config.num_layers)]
-        if (why := describe(self.config).several_tables()) is not None:
-            raise ConfigError(f"pipeline_parallel_size is {count}, and this model cannot be split into stages: {why}")
         bits = {weight.name: weight.codes.bits for weight in self.weights if weight.codes is not None}
         layers, head = [0] * self.config.num_layers, 0
         for matrix in self.model.matrices:
@@ -238,7 +235,8 @@ class ModelShape:
             weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked, straight, is_arm())
         else:
             weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
-        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm())
+        kept = one_table(self.model, self.stage)
+        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm(), one_table=kept)
 
     def _gpu_needs(self, dtype: str, cache_dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
         """Returns the needs of a GPU. Files are read on the host, a matrix at a time; floats are quantised on the device."""
@@ -247,7 +245,8 @@ class ModelShape:
         sizes = [matrix.numbers for matrix in self.model.matrices] if quantization in ("int8", "int4") else [0]
         loading = weights + max(sizes) * REQUANTISED_BYTES
         slab = gpu_slab_bytes(self.model, item, forms)
-        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, device="cuda", slab=slab)
+        kept = one_table(self.model, self.stage)
+        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, device="cuda", slab=slab, one_table=kept)
 
     def kept(self, dtype: str, quantization: Quantization, device: str = "cpu") -> list[Kept]:
         """Returns how each matrix is stored, in the native program or on a GPU."""

@@ -62,7 +62,6 @@ class DenseConfig(ModelConfig):
     mlp_bias: bool
     qk_norm: Literal["heads", "whole"] | None
     windows: tuple[int | None, ...]  # per layer: sliding window in tokens; None: full attention
-    gives_back: bool = False  # layers with a window free the blocks behind it
     ropes: tuple[RopeConfig | None, ...] = ()  # per layer, if they differ; None: the layer has no rotation
     rotary_dim: int | None = None  # the number of rotated dimensions at the start of a head; None: all
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
@@ -208,7 +207,6 @@ def describe(
         matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
         vectors=(*(one for layer in numbers for one in layer_vectors(config, layer)), last),
         lookup=None if tied else embedding,
-        gives_back=config.gives_back,
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
         logit_cap=config.logit_cap,

@@ -77,7 +77,6 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     fields |= {"rope": reader.rope(fields["head_dim"])} if architecture == GEMMA2 else _two_rotations(reader, fields["head_dim"], types)
     return DenseConfig(
         **fields | {"windows": layer_windows(reader, types)},
-        gives_back=True,
         attention_scale=reader.number("query_pre_attn_scalar", 256, 1e-6, 1e6) ** -0.5,
         soft_cap=_cap(reader, "attn_logit_softcapping"),
         logit_cap=_cap(reader, "final_logit_softcapping"),

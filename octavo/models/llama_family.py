@@ -31,7 +31,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
         return DenseConfig(**fields, rope=rope)
     layers, windowed = fields["num_layers"], with_defaults(reader, {"sliding_window": 4096})
     types = [SLIDING] * layers if architecture == MISTRAL else read_layer_types(reader, layers, lambda _: True)
-    return DenseConfig(**fields | {"windows": layer_windows(windowed, types)}, rope=rope, gives_back=True)
+    return DenseConfig(**fields | {"windows": layer_windows(windowed, types)}, rope=rope)
 
 
 FAMILY = dense_family("llama", (LLAMA, MISTRAL, MINISTRAL), read, GGUFForm({"llama": LLAMA}, gguf_fields, interleaved_qk(["llama"])))

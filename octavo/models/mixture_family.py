@@ -94,7 +94,7 @@ def read_mixtral(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
     fields |= expert_fields(reader, fields, "intermediate_size")
-    fields |= {"windows": (read_window(reader),) * fields["num_layers"], "gives_back": True}
+    fields |= {"windows": (read_window(reader),) * fields["num_layers"]}
     return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 

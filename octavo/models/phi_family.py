@@ -52,7 +52,6 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     rotated = _rotated(reader, parameters, fields["head_dim"])
     return DenseConfig(
         **fields | {"windows": layer_windows(reader, [SLIDING] * fields["num_layers"])},
-        gives_back=True,
         rope=reader.rope(rotated, parameters),
         rotary_dim=None if rotated == fields["head_dim"] else rotated,
     )

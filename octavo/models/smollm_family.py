@@ -27,7 +27,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     rotates, rope = _rotates(reader, fields["num_layers"]), reader.rope(fields["head_dim"])
     if reader.flag("use_sliding_window", False):
         types = read_layer_types(reader, fields["num_layers"], lambda layer: not rotates[layer])
-        fields |= {"windows": layer_windows(reader, types), "gives_back": True}
+        fields |= {"windows": layer_windows(reader, types)}
     return DenseConfig(**fields, rope=rope, ropes=tuple(rope if there else None for there in rotates))
 
 

@@ -55,6 +55,7 @@ private:
                          [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
     }
     int64_t first_of(int64_t token) const { return first_seen(layer_, step_.positions[token]); }
+    int64_t length_of(int64_t row) const { return step_.context_len[layer_.cache_group * step_.context_stride + row]; }
 
     void add_nodes(const SharedNode *first, const SharedNode *last) {
         int64_t rows = 0, tasks = 0;
@@ -93,7 +94,8 @@ private:
     // Some queries of a row over the keys that it reads alone. Keys behind the window of the first query are skipped.
     void add_queries(int64_t row, int64_t token, int64_t most) {
         const int64_t queries = std::min<int64_t>(QUERIES, step_.query_start[row + 1] - token);
-        const int64_t begin = std::max(own_[row], first_of(token)), end = step_.positions[token + queries - 1] + 1;
+        const int64_t behind = step_.query_start[row + 1] - token - queries;  // queries of the row after these
+        const int64_t begin = std::max(own_[row], first_of(token)), end = length_of(row) - behind;
         const Pieces pieces = cut(begin, end, most);
         for (int64_t head = 0; head < layer_.kv_heads; head++) {
             Task task{row, token, queries, nullptr, head, begin, end, -1, nullptr, 0};

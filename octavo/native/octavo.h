@@ -123,11 +123,11 @@ typedef struct {
 
 typedef struct {
     int32_t num_tokens, num_rows, table_width, num_samples;
-    int64_t slot_stride, table_stride;                 // from one cache group to the next, in numbers
+    int64_t slot_stride, context_stride, table_stride; // from one cache group to the next, in numbers
     const int64_t *token_ids, *positions;              // [tokens]
     const int64_t *slots;                              // [groups][tokens]
     const int32_t *query_start;                        // [rows + 1]
-    const int32_t *context_len;                        // [rows]
+    const int32_t *context_len;                        // [groups][rows]: positions in the cache after the step
     const int32_t *tables;                             // [groups][rows][table_width]; not read behind a window
     const int32_t *shared_start;                       // [groups + 1] or null: the first node of each cache group
     const SharedNode *shared_nodes;

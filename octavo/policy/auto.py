@@ -47,9 +47,6 @@ def most_pinned(config: EngineConfig, num_blocks: int) -> int:
 
 def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
     """Turns off the optimised programs that cannot run this model, and logs why. The eager program remains; it runs every model."""
-    ranks = config.decode_context_parallel_size
-    if ranks > 1 and (why := model.several_tables()) is not None:
-        raise ConfigError(f"decode_context_parallel_size is {ranks}, and ranks share one block table per sequence: {why}; set it to 1")
     if config.wants_native and (why := native_refusal(model)) is not None:
         logger.info("Native kernels are off for this model, torch computes: %s", why)
         config = replace(config, native=False)

@@ -9,7 +9,7 @@ All groups take blocks from one pool, so a block has the same number of bytes in
 with fewer bytes per token has more tokens in a block. A link of the hash chain is `block_size` tokens, which one digest covers; the
 block of a group is a whole number of links, and its span is the number of its tokens.
 
-A kind that keeps other positions is a subclass with its own `first_read` and `most_held`. The KV manager knows no kind.
+A kind that keeps other positions is a subclass with its own `first_read`, `length` and `most_held`. The KV manager knows no kind.
 """
 
 from bisect import bisect_left
@@ -35,6 +35,10 @@ class CacheGroup:
     def first_read(self, length: int) -> int:
         """Returns the first position that a query at position `length` reads. It never falls as sequences grow."""
         return 0
+
+    def length(self, end: int) -> int:
+        """Returns how many positions of its cache a sequence can read after a step that ends at position `end`."""
+        return end
 
     def most_held(self, span: int, step_tokens: int) -> int:
         """Returns how many blocks a sequence can hold at once. `step_tokens`: the most that a plan computes"""

@@ -1,14 +1,14 @@
-"""What one layer stores per token: the interface between a model and the KV store.
+"""What one layer stores, per token and per sequence: the interface between a model and the KV store.
 
     cache_specs(config, dtype) -> [LayerCacheSpec(layer=0, buffers={"k": Buffer((2, 64), "bfloat16"), "v": ...}), ...]
                                    of int8 with a scale for each head: "k_scale": Buffer((2,), "float32"), "v_scale": ...
 
 A buffer's shape is that of one token. The store lays tokens out as [num_blocks, block_size, *shape] and copies, sizes
-and fills buffers without interpreting their names.
+and fills buffers without interpreting their names. The state of a sequence is one value, whatever its length: [num_rows, *shape].
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from octavo.errors import ConfigError
@@ -16,6 +16,7 @@ from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CLOSE = 1.25  # kinds of layers whose counts differ by a smaller factor get one group each: padding costs less than extra tables
+MOST_GROUPS = 8  # of layers of equal number: each has a table to fill and read in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +25,24 @@ class Buffer:
     dtype: str
 
     @property
-    def bytes_per_token(self) -> int:
+    def nbytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCacheSpec:
     layer: int
-    buffers: dict[str, Buffer]
+    buffers: dict[str, Buffer]  # of each token
     window: int | None = None
+    state: dict[str, Buffer] = field(default_factory=dict)  # of each sequence, computed from all of its tokens so far
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(buffer.bytes_per_token for buffer in self.buffers.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.state.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class CacheGeometry:
     bytes_per_token: int  # a block has this many bytes for each token it stores, in every group
     groups: tuple[CacheGroup, ...] = (FULL,)
     context_ranks: int = 1  # ranks that share the tokens of a block equally
+    state_bytes: int = 0  # of a sequence, beside its blocks
 
     @property
     def kept_tokens(self) -> int:
@@ -56,10 +63,15 @@ class CacheGeometry:
         return self.block_size // self.context_ranks
 
     def concurrency(self, step_tokens: int) -> float:
-        """Returns how many sequences of the maximum length fit into the pool. `step_tokens`: the most that a plan computes"""
+        """Returns how many sequences of the maximum length fit into the pool. `step_tokens`: the most that a plan computes
+
+        A sequence holds more than its window only while a step computes it, and all sequences together compute that many tokens.
+        """
         if len(self.groups) == 1 and not self.groups[0].frees:
             return (self.num_blocks - 1) * self.block_size / self.max_model_len
-        return (self.num_blocks - 1) / blocks_for(self.groups, self.block_size, self.max_model_len, step_tokens)
+        one, more = (blocks_for(self.groups, self.block_size, self.max_model_len, tokens) for tokens in (step_tokens, 1))
+        fit = (self.num_blocks - 1) / one
+        return fit if fit < 1 else 1 + (self.num_blocks - 1 - one) / more
 
 
 def blocks_for(groups: Sequence[CacheGroup], block_size: int, num_tokens: int, step_tokens: int) -> int:
@@ -79,12 +91,14 @@ def token_bytes(specs: Sequence[LayerCacheSpec], groups: Sequence[CacheGroup]) -
 
 
 def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
-    """Returns groups whose blocks have equal bytes, full groups first."""
+    """Returns groups whose blocks have equal bytes, full groups first; one group of all layers where no memory would be saved."""
+    if all(spec.window is None for spec in specs):
+        return one_group(specs)
     kinds: dict[tuple[int | None, int], list[int]] = {}
     for spec in specs:
         kinds.setdefault((spec.window, spec.bytes_per_token), []).append(spec.layer)
     counts = [len(layers) for layers in kinds.values()]
-    in_a_group = max(counts) if max(counts) < CLOSE * min(counts) else min(counts)
+    in_a_group = max(counts) if max(counts) < CLOSE * min(counts) else max(min(counts), -(-len(specs) // MOST_GROUPS))
     most_bytes = max(num_bytes for _, num_bytes in kinds)
     groups: list[CacheGroup] = []
     for (window, num_bytes), layers in kinds.items():
@@ -94,4 +108,5 @@ def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
         for first in range(number):
             part, links = tuple(layers[first::number]), most_bytes // num_bytes
             groups.append(CacheGroup(part, links) if window is None else WindowGroup(part, links, window))
-    return tuple(sorted(groups, key=lambda group: group.frees))
+    kept = token_bytes(specs, groups) * sum(1 / group.links for group in groups if not group.frees)  # of a long sequence, per token
+    return tuple(sorted(groups, key=lambda group: group.frees)) if kept < sum(spec.bytes_per_token for spec in specs) else one_group(specs)

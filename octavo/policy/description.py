@@ -185,7 +185,6 @@ class ModelDescription:
     matrices: tuple[Matrix, ...]  # in the order in which they are loaded
     vectors: tuple[Vector, ...]
     lookup: Matrix | None = None  # the embedding, if it is not tied to the head
-    gives_back: bool = False  # layers with a window form cache groups of their own, which free the blocks behind it
     embedding_scale: float = 1.0  # factor on the embedding rows when they enter the residual stream
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after scaling
@@ -222,6 +221,11 @@ class ModelDescription:
         return sum(vector.numbers for vector in self.vectors if vector.wide)
 
     @cached_property
+    def shares_context(self) -> bool:
+        """Whether several ranks share the tokens of a sequence."""
+        return any("context_parallel" in layer.mixer.features for layer in self.kinds)
+
+    @cached_property
     def position_numbers(self) -> int:
         """Numbers per position in the tables that mixers look up."""
         tables = {layer.mixer.position_table for layer in self.kinds}
@@ -241,9 +245,3 @@ class ModelDescription:
             f"its logits are capped at {self.logit_cap}": self.logit_cap is not None,
         }
         return next((difference for difference, there in different.items() if there), None)
-
-    def several_tables(self) -> str | None:
-        """Some programs read one block table per sequence. Returns why this model may have several, or None."""
-        windows = (index for index, layer in enumerate(self.layers) if layer.mixer.window is not None)
-        first = next(windows, None) if self.gives_back else None
-        return None if first is None else f"layer {first} frees the blocks behind its window, so it has its own block table"

@@ -11,7 +11,7 @@ Nothing depends on the context length: attention gathers no keys, and builds mas
 
 from collections.abc import Mapping
 
-from octavo.layout import ENTRY_WORDS, MAX_SPAN, ROW_HEAD, SLAB, SLOT_WORDS, TEAM_ENTRY, TEAM_LINE, TOKEN_WORDS, WORD_BITS
+from octavo.layout import ENTRY_WORDS, LENGTH_WORDS, MAX_SPAN, ROW_HEAD, SLAB, SLOT_WORDS, TEAM_ENTRY, TEAM_LINE, TOKEN_WORDS, WORD_BITS
 from octavo.policy.activations import FLOAT32
 from octavo.policy.description import LayerShape, Matrix, ModelDescription, StepLoad
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
@@ -55,7 +55,7 @@ def gpu_step_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 
 def graph_refusal(model: ModelDescription) -> str | None:
     """Returns why steps of this model cannot be captured as CUDA graphs, or None."""
-    if any("context_parallel" in layer.mixer.features for layer in model.kinds):
+    if model.shares_context:
         return "ranks that share a context communicate in every layer"
     return None if model.captured else f"the {model.family} family does not say that its steps can be captured"
 
@@ -79,7 +79,7 @@ def gpu_row_bytes(model: ModelDescription, rows: int, tokens: int, max_len: int,
     `tokens`: of a step. `groups`: cache groups. `max_blocks`: of a block table
     """
     tables = groups * max_blocks
-    step = rows * (tables + ENTRY_WORDS) + tokens * (TOKEN_WORDS + groups * SLOT_WORDS)
+    step = rows * (tables + ENTRY_WORDS + groups * LENGTH_WORDS) + tokens * (TOKEN_WORDS + groups * SLOT_WORDS)
     teams = groups * rows * (TEAM_ENTRY + TEAM_LINE)
     return (rows * (ROW_HEAD + tables + max_len) + step + teams) * WORD + max_len * model.position_numbers * FLOAT32
 

@@ -50,6 +50,7 @@ class KVManager:
         self.digests = Digests(key, identity)
         self.prefixes = PrefixMatcher(pool, block_size, caching, self.digests, self.pending, groups, force_miss)
         self._freeing = [number for number, group in enumerate(groups) if group.frees]
+        self._lengths = {number: group.length for number, group in enumerate(groups) if type(group).length is not CacheGroup.length}
         self._most_held = [group.most_held(span, step_tokens) for group, span in zip(groups, self.spans)]
 
     def root(self, salt: str) -> bytes:
@@ -163,6 +164,11 @@ class KVManager:
             self.pool.release((seq.tables[number][index],))
             seq.tables[number][index] = NULL_BLOCK
             plan.new_blocks.append((seq.row, number, index, NULL_BLOCK))
+
+    def plan_lengths(self, plan: StepPlan) -> None:
+        """Writes into the plan the lengths of its entries in groups whose kind has its own `length`."""
+        for number, length in self._lengths.items():
+            plan.group_lengths[number] = [length(start + count) for start, count in zip(plan.start, plan.num_query)]
 
     def seal(self, seq: Sequence) -> None:
         """Seals the blocks that `num_computed` has filled, so that they enter the cache."""

@@ -76,6 +76,7 @@ class ModelNeeds:
     device: str = "cpu"
     arm: bool = False  # torch copies a matrix before it multiplies by it, and malloc retains nothing
     slab: int = 0  # bytes of the weights that a step on a GPU dequantises at once
+    one_table: str | None = None  # why all layers share one block table, so that windows free nothing
 
     @property
     def keeps_codes(self) -> bool:
@@ -88,7 +89,7 @@ class ModelNeeds:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        return split_layers(self.specs) if self.model.gives_back else one_group(self.specs)
+        return split_layers(self.specs) if self.one_table is None else one_group(self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,7 @@ class _Planner:
         self.most = needs.model.max_position
         self.groups = needs.groups
         self.per_token = token_bytes(needs.specs, self.groups)  # of a block; with one group, of all layers
+        self.state = sum(spec.state_bytes for spec in needs.specs)  # of a row
         self.fewest = 1 + len(self.groups)  # blocks: the null block, and one of each group
         # with unified memory, the matrix that the host has read is held in addition to what is already on the device
         self.loading = needs.loading + (largest_matrix(needs.model) * FLOAT32 if memory.unified else 0)
@@ -227,7 +229,7 @@ class _Planner:
         else:
             step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load, needs.arm)
             kept = 0 if needs.arm else min(MOST_KEPT, step * 2 // 5)
-        row = 8 * (max_len + len(self.groups) * table_blocks) + BYTES_PER_ROW
+        row = 8 * (max_len + len(self.groups) * table_blocks) + BYTES_PER_ROW + self.state
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
@@ -242,14 +244,13 @@ class _Planner:
         load = StepLoad(max(tokens, rows), rows, max_len, gathered=0)  # padded to all rows
         on_host = LIBRARIES + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks if self.memory.unified else 0
         graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) + needs.slab
+        limits = config.max_num_batched_tokens, max_len, len(self.groups), -(-max_len // config.block_tokens)
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
             activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # the pool is last
             graphs=graphs,
-            rows=gpu_row_bytes(
-                model, rows, config.max_num_batched_tokens, max_len, len(self.groups), -(-max_len // config.block_tokens)
-            ),
+            rows=gpu_row_bytes(model, rows, *limits) + rows * self.state,
             other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0) + on_host,
         )
 
@@ -264,10 +265,9 @@ class _Planner:
             least = self.fewest if wanted is None else min(most, self._blocks_for(config, wanted) + 1)
             blocks = self._most_blocks(config, most) or least
         max_len = wanted or largest(2, self._reach(config, blocks), lambda length: self._holds(config, blocks, length)) or 2
-        ranks = config.decode_context_parallel_size
-        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, ranks)
-        held = geometry.concurrency(config.max_num_batched_tokens)
-        return MemoryPlan(geometry, self.use(config, blocks, max_len), self.memory, concurrency=held)
+        ranks, tokens = config.decode_context_parallel_size, config.max_num_batched_tokens
+        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, ranks, self.state)
+        return MemoryPlan(geometry, self.use(config, blocks, max_len), self.memory, None, geometry.concurrency(tokens))
 
     def fits(self, config: ResolvedConfig, plan: MemoryPlan | None = None) -> bool:
         plan = plan or self.plan(config)

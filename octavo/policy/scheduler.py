@@ -157,6 +157,7 @@ class Scheduler:
             for seq, count in self.admission.admit(plan, budget, self.mask_turns):
                 if count:
                     self._plan(seq, count, plan, planned)
+        self.kv.plan_lengths(plan)
         return plan
 
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:

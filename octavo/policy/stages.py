@@ -34,6 +34,13 @@ class Stage:
 ONLY = Stage()
 
 
+def one_table(model: ModelDescription, stage: Stage) -> str | None:
+    """Returns why all layers share one block table per sequence, so that windows free nothing, or None."""
+    if stage.count > 1:
+        return "the stages of a pipeline share one block table per sequence"
+    return "ranks that share a context share one block table per sequence" if model.shares_context else None
+
+
 def deal_layers(layers: Sequence[int], head: int, stages: int) -> list[range]:
     """Returns the layers of each stage, so that the maximum of the bytes read by a stage is as small as possible.
 

@@ -41,7 +41,7 @@ from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
-from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore, clear_null_block
+from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads
 from octavo.worker.memory import out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
@@ -68,6 +68,7 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
     stored = _open_stored(facts)
     facts.warn_of_floats()
     facts.tell_of_fp8()
+    facts.tell_of_windows()
     with out_of_memory_explained(facts.needs, facts.config):
         return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
 
@@ -104,13 +105,10 @@ def _build(
         eager, store = _eager(facts, geometry, stored, table, shadow)
         # the stages of a pipeline capture graphs of different shapes, but a step must have the same size on all of them
         graph = _graph(facts, eager) if facts.on_device and facts.place.stage.count == 1 else None
-        # padding writes to the null block, which reference kernels read behind a freed window; verification avoids that case, too
-        unpadded = facts.model.several_tables() is not None and (facts.device.type == "cpu" or shadow is not None)
-        program = eager if graph is None or unpadded else graph
+        program = eager if graph is None else graph
         runner = ModelRunner(watched_torch(program, eager, shadow) if shadow else program, sampling, store, table, faults, processed)
         if graph is not None and facts.device.type == "cuda":
             _warm_up_graph(facts, graph, runner, compilers)
-            clear_null_block(store.caches)
     give_back_freed_memory()
     _log(facts, geometry)
     warm = facts.device.type == "cuda" and facts.place.stage.count == 1
@@ -146,7 +144,8 @@ def _eager(
     torch.cuda.empty_cache()  # memory that was held while loading is not in the plan
     store = _reserve(facts, geometry)
     limits = geometry.block_size, facts.config.max_num_batched_tokens
-    eager = Eager(model, backends.of, store.caches, table, *limits, geometry.groups, facts.place)
+    caches = [cache | state for cache, state in zip(store.caches, store.states, strict=True)]
+    eager = Eager(model, backends.of, caches, table, *limits, geometry.groups, facts.place)
     return eager, store if shadow is None else ShadowedStore(store, shadow)
 
 
@@ -178,7 +177,8 @@ def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
     config, specs, size, watch = facts.config, facts.needs.specs, geometry.kept_tokens, Stopwatch()
     store: KVStore
     if facts.backends.paged:
-        store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
+        layout, rows = config.kv_cache_layout, config.max_num_seqs
+        store = PagedStore(specs, geometry.num_blocks, size, facts.device, layout, geometry.groups, rows)
     else:
         regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
         store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last region is for padding

@@ -88,8 +88,9 @@ class Facts:
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
         """Returns the common cache geometry, with the layers of this rank."""
-        groups = self.needs.groups
-        return replace(geometry, groups=groups, bytes_per_token=token_bytes(self.needs.specs, groups))
+        specs, groups = self.needs.specs, self.needs.groups
+        state = sum(spec.state_bytes for spec in specs)
+        return replace(geometry, groups=groups, bytes_per_token=token_bytes(specs, groups), state_bytes=state)
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be quantised but cannot be."""
@@ -100,6 +101,11 @@ class Facts:
         why = "their parts cannot be merged or split, or their rows are not of whole groups"
         if names:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
+
+    def tell_of_windows(self) -> None:
+        """Logs why blocks behind windows are kept, if they are."""
+        if self.needs.one_table is not None and any(spec.window is not None for spec in self.needs.specs):
+            logger.info("Blocks behind windows are not freed: %s", self.needs.one_table)
 
     def tell_of_fp8(self) -> None:
         """Logs how many matrices stay 8-bit floats, and the dtype of the other factor."""

@@ -9,8 +9,8 @@
 
 A wrong block, a stale block, a wrong parent, a lost token or an error at a block boundary changes the text at once. `expected`
 computes the same over a plain list. Slots are `None` at first and in poisoned rows: reading one makes the row bad, as NaN would.
-Every further cache group must hold the same as the first: everything that a query reads is compared, and a freed block must not be
-read.
+Every further cache group must hold the same as the first: everything that a query reads is compared, up to the length that the plan
+says, and a freed block must not be read. With a state, h[i-1] is that of the row, not read through the table: a lost one changes the text.
 """
 
 from array import array
@@ -113,13 +113,15 @@ class _Row:
     num_prompt: int
     params: SamplingParams
     bad_words: list[list[int]]
+    state: Slot  # of the last position computed; lost if the row starts with positions from the cache
 
     @staticmethod
     def of(write: RowWrite) -> "_Row":
         noise = NO_NOISE if write.params.greedy else write.noise
         tables = [list(table) for table in write.tables]
         ids, root = array("i", write.token_ids), _root(write.root)
-        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words)
+        state = None if write.start else root
+        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words, state)
 
     def copy(self, noise: NoiseKey) -> "_Row":
         noise = NO_NOISE if self.noise is NO_NOISE else noise
@@ -163,7 +165,8 @@ class FakeRunner:
         self._plan, self._entries = plan, []
         for entry, row_id in enumerate(plan.row):
             row = self.rows[row_id]
-            entries = self._compute(row, plan.start[entry], plan.num_query[entry])
+            lengths = {group: lengths[entry] for group, lengths in plan.group_lengths.items()}
+            entries = self._compute(row, plan.start[entry], plan.num_query[entry], lengths)
             if self.faults.poisons(plan.step, entry):
                 self._poison(row, plan.start[entry], plan.num_query[entry])
                 entries = None
@@ -228,22 +231,30 @@ class FakeRunner:
             else:
                 raise EngineError(f"row {row_id}: block for index {index}, table has {len(table)}")
 
-    def _compute(self, row: _Row, start: int, count: int) -> list[int] | None:
-        """Writes the new slots. Returns every slot of the row, or None if one of them was never written."""
+    def _compute(self, row: _Row, start: int, count: int, lengths: dict[int, int]) -> list[int] | None:
+        """Writes the new slots. Returns every slot of the row, or None if one of them was never written.
+
+        `lengths`: in cache groups that do not have all positions to the end of the step
+        """
         self.num_computed += count
-        (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
+        if self.geometry.state_bytes:
+            previous = row.state
+        else:
+            (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
             if previous is not None:
                 previous = _mix(previous, row.tokens[position], position)
             self._write(row, position, previous)
+        row.state = previous
         read = self._read(row, 0, 0, start + count)
         entries = [slot for slot in read if slot is not None]
         if len(entries) < start + count:
             return None
         for number, group in enumerate(self.geometry.groups[1:], 1):
-            first = group.first_read(start)
-            if self._read(row, number, first, start + count) != [_of_group(number, entry) for entry in entries[first:]]:
-                raise EngineError(f"cache group {number} does not hold what positions {first} to {start + count - 1} wrote")
+            first, end = group.first_read(start), lengths.get(number, start + count)
+            held = [_of_group(number, entry) for entry in entries[first : group.length(start + count)]]
+            if self._read(row, number, first, end) != held:
+                raise EngineError(f"cache group {number} does not hold what positions {first} to {first + len(held) - 1} wrote")
         return entries
 
     def _read(self, row: _Row, number: int, first: int, end: int) -> list[Slot]:

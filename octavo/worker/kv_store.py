@@ -2,6 +2,7 @@
 
     paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write; in either layout
     contiguous    [num_rows, max_len, *token]          a fork copies its parent's row
+    state         [num_rows, *sequence]                beside either: a fork copies it, and a sequence that enters a row starts with zeros
 
 With several cache groups, the first layers of all groups share memory, and so do the second layers, and so on:
 
@@ -25,7 +26,7 @@ from octavo.kernels.ops import copy_blocks
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import FULL, CacheGroup
-from octavo.policy.cache_spec import LayerCacheSpec
+from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 
 Caches = list[dict[str, Tensor]]  # per layer, by buffer name
 CPU = torch.device("cpu")
@@ -33,7 +34,8 @@ NO_CODE = -128  # never a quantised value: those range from -127 to 127
 
 
 class KVStore(Protocol):
-    caches: Caches
+    caches: Caches  # of tokens
+    states: Caches  # of sequences
 
     def apply(self, plan: StepPlan) -> None:
         """Applies the copies of a plan inside the cache, before its forward."""
@@ -47,6 +49,30 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: tor
         }
         for spec in specs
     ]
+
+
+def _states(specs: list[LayerCacheSpec], num_rows: int, device: torch.device) -> Caches:
+    def state(buffer: Buffer) -> Tensor:
+        return torch.zeros(num_rows, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
+
+    return [{name: state(buffer) for name, buffer in spec.state.items()} for spec in specs]
+
+
+def _fork_rows(caches: Caches, plan: StepPlan) -> None:
+    rows, sources = [fork.row for fork in plan.row_forks], [fork.source for fork in plan.row_forks]
+    for cache in caches:
+        for buffer in cache.values():
+            buffer[rows] = buffer[sources]  # indexing copies first, so rows can exchange their contents
+
+
+def _apply_to_states(states: Caches, plan: StepPlan) -> None:
+    if plan.row_forks:
+        _fork_rows(states, plan)
+    if plan.row_writes:
+        rows = [write.row for write in plan.row_writes]
+        for state in states:
+            for buffer in state.values():
+                buffer[rows] = 0
 
 
 def clear_null_block(caches: Caches) -> None:
@@ -66,8 +92,10 @@ def poison(caches: Caches, block: int) -> None:
 class PagedStore:
     def __init__(
         self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU, layout: Layout = "nhd",
-        groups: Sequence[CacheGroup] = (FULL,),
+        groups: Sequence[CacheGroup] = (FULL,), num_rows: int = 0,
     ) -> None:  # fmt: skip
+        """`num_rows`: of states"""
+        self.states = _states(specs, num_rows, device)
         if len(groups) == 1:
             self.caches = _allocate(specs, num_blocks, groups[0].links * block_size, device, layout)
             self._owners = self.caches
@@ -78,6 +106,7 @@ class PagedStore:
     def apply(self, plan: StepPlan) -> None:
         if plan.copies:  # memory that layers share is copied once
             copy_blocks([buffer for cache in self._owners for buffer in cache.values()], plan.copies)
+        _apply_to_states(self.states, plan)
 
 
 def _allocate_shared(
@@ -114,16 +143,14 @@ def _check_equal_bytes(one: LayerCacheSpec, span: int, other: LayerCacheSpec, ot
 
 def _block_bytes(spec: LayerCacheSpec, span: int) -> list[int]:
     """Returns the bytes of each buffer in a block of `span` tokens."""
-    return [span * buffer.bytes_per_token for buffer in spec.buffers.values()]
+    return [span * buffer.nbytes for buffer in spec.buffers.values()]
 
 
 class ContiguousStore:
     def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, device: torch.device = CPU) -> None:
-        self.caches = _allocate(specs, num_rows, max_len, device)
+        self.caches, self.states = _allocate(specs, num_rows, max_len, device), _states(specs, num_rows, device)
 
     def apply(self, plan: StepPlan) -> None:
         if plan.row_forks:
-            rows, sources = [fork.row for fork in plan.row_forks], [fork.source for fork in plan.row_forks]
-            for cache in self.caches:
-                for buffer in cache.values():
-                    buffer[rows] = buffer[sources]  # indexing copies first, so rows can exchange their contents
+            _fork_rows(self.caches, plan)
+        _apply_to_states(self.states, plan)

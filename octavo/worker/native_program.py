@@ -97,7 +97,7 @@ class NativeProgram:
 
     def load(self, plan: StepPlan) -> Shape:
         shape = Shape(len(plan.row), sum(plan.num_query))
-        send(entries(plan, shape), self._memory.entries)
+        send(entries(plan, shape, len(self._spans)), self._memory.entries)
         keys = self.sharing.of(plan)
         if any(map(is_not, keys, self.keys)):  # most steps have the same groups as the previous one
             self.keys, self.shared_keys = keys, AllShared.of(keys)
@@ -262,9 +262,9 @@ def step_struct(step: StepTensors) -> Step:
     """Describes a step, without shared keys and results. The struct points to the arrays but does not keep them alive."""
     return Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
-        slot_stride=step.slots.stride(0), table_stride=step.tables.stride(0),
+        slot_stride=step.slots.stride(0), context_stride=step.context_len.stride(0), table_stride=step.tables.stride(0),
         token_ids=at(step.token_ids), positions=at(step.positions), slots=at(step.slots[0]), query_start=at(step.query_start),
-        context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index),
+        context_len=at(step.context_len[0]), tables=at(step.tables[0]), sample_index=at(step.sample_index),
     )  # fmt: skip
 
 

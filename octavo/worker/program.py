@@ -21,7 +21,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import finish, prepare, sample, team_sizes
 from octavo.kernels.shared_keys import GPU_COST, NOTHING, TORCH_COST
-from octavo.kernels.step_tensors import StepMemory, StepTensors, part_words
+from octavo.kernels.step_tensors import ENTRY_PARTS, StepMemory, StepTensors, part_words
 from octavo.layers.comm import NOBODY, Channel, Comm
 from octavo.messages import StepPlan
 from octavo.models.decoder import Decoder
@@ -119,7 +119,8 @@ class Eager:
         most_rows, device = len(table.words), table.words.device
         self.teams = _teams(model, backend_of, len(self._spans), most_rows)
         cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
-        self.sharing = None if cost is None else StepSharing(table, self._spans, cost)
+        alone = [number for number, group in enumerate(groups) if group.frees] if self.teams is not None else []
+        self.sharing = None if cost is None else StepSharing(table, self._spans, cost, alone)
         self.shared: Keys = [NOTHING] * len(self._spans)
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
@@ -142,7 +143,7 @@ class Eager:
 
     def put(self, plan: StepPlan, shape: Shape) -> Shape:
         """Sends the scheduled rows of a step to the device, padded to a shape."""
-        send(entries(plan, shape), self.memory.entries)
+        send(entries(plan, shape, len(self._spans)), self.memory.entries)
         if self.teams is not None and shape.in_teams:
             self.teams.send(self.shared, shape.entries)
         return shape
@@ -195,7 +196,7 @@ class Eager:
     def _batch_of(self, group: int, backend: type[AttentionBackend], step: StepTensors, shape: Shape) -> ForwardBatch:
         batch = ForwardBatch(
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
-            context_len=step.context_len, tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
+            context_len=step.context_len[group], tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
             caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
             shared=self.shared[group], teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
         )  # fmt: skip
@@ -203,16 +204,19 @@ class Eager:
         return batch
 
 
-def entries(plan: StepPlan, shape: Shape) -> Words:
-    """Returns the plan as packed int32 fields, padded to a shape: query_start | row | start | samples"""
+def entries(plan: StepPlan, shape: Shape, groups: int) -> Words:
+    """Returns the plan as packed int32 fields, padded to a shape: query_start | row | start | samples | context_len of each cache group"""
     count, size = len(plan.row), shape.entries
-    words = np.zeros((4, part_words(size)), np.int32)
-    query_start, row, start, samples = words
+    words = np.zeros((ENTRY_PARTS + groups, part_words(size)), np.int32)
+    (query_start, row, start, samples), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
     query_start[1 : count + 1] = list(accumulate(plan.num_query))
     if size > count:
         query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
     row[:count], row[count:] = plan.row, PADDING
     start[:count], samples[:count] = plan.start, plan.samples
+    context_len[:] = start[:count] + query_start[1 : count + 1] - query_start[:count]
+    for group, lengths in plan.group_lengths.items():
+        context_len[group] = lengths
     return words.ravel()
 
 

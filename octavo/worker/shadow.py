@@ -214,7 +214,7 @@ class ShadowedStore:
     """A paged store whose plans the shadow follows, too."""
 
     def __init__(self, store: KVStore, shadow: Shadow) -> None:
-        self.caches = store.caches
+        self.caches, self.states = store.caches, store.states
         self._store = store
         self._shadow = shadow
 
@@ -293,8 +293,9 @@ class ShadowedAttention:
         twin = qkv.clone()
         self._paged.write(layer, qkv)
         self._plain.write(layer, twin)
-        table = self._step.tables[self._groups[layer]]
-        self._shadow.compare_caches(layer, self._caches[layer], self._step.row, self._step.context_len, table)
+        group = self._groups[layer]
+        lengths, tables = self._step.context_len[group], self._step.tables[group]
+        self._shadow.compare_caches(layer, self._caches[layer], self._step.row, lengths, tables)
         out = self._paged.read(layer, qkv)
         self._shadow.compare_outputs(layer, out, self._plain.read(layer, twin))
         return out

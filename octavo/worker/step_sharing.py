@@ -14,24 +14,32 @@ Keys = list[SharedKeys]  # one per cache group
 
 
 class StepSharing:
-    def __init__(self, table: RequestTable, spans: Sequence[int], cost: ReadCost) -> None:
-        """`spans`: tokens in a block of each cache group"""
+    def __init__(self, table: RequestTable, spans: Sequence[int], cost: ReadCost, alone: Sequence[int] = ()) -> None:
+        """`spans`: tokens in a block of each cache group. `alone`: groups in which every row reads its own keys"""
         self._changes = table.watched_tables()
-        self._reads = [SharedReads(tables, span, cost) for tables, span in zip(self._changes.tables, spans, strict=True)]
+        self._reads = {
+            number: SharedReads(tables, span, cost)
+            for number, (tables, span) in enumerate(zip(self._changes.tables, spans, strict=True))
+            if number not in alone
+        }
 
     def share_all(self) -> None:
         """Shares every possible key between rows, even if it does not pay off: for verification, which has short contexts."""
-        for reads in self._reads:
+        for reads in self._reads.values():
             reads.cost = FREE
 
     def of(self, plan: StepPlan) -> Keys:
         """Returns the shared-prefix nodes of each cache group, among scheduled rows that have one token."""
+        found = [NOTHING] * len(self._changes.tables)
         if plan.num_query.count(1) < 2:
-            return [NOTHING] * len(self._reads)
+            return found
         rows, counts = np.array(plan.row, np.int32), np.array(plan.num_query, np.int32)
         (single,) = (counts == 1).nonzero()
         rows, context = rows[single], np.array(plan.start, np.int32)[single] + 1
-        found = [reads.nodes(rows, context, count) for reads, count in zip(self._reads, self._changes.count)]
+        for group, reads in self._reads.items():
+            lengths = plan.group_lengths.get(group)
+            own = context if lengths is None else np.array(lengths, np.int32)[single]
+            found[group] = reads.nodes(rows, own, self._changes.count[group])
         if len(single) == len(counts):
             return found
         return [SharedKeys(keys.nodes, single[keys.rows].astype(np.int32)) if len(keys.nodes) else NOTHING for keys in found]

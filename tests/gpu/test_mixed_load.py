@@ -5,7 +5,7 @@ Requests come and go by the number of the step, so both engines plan the same st
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +15,9 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.messages import AddRequest, TokenLogprobs
 from octavo.policy import invariants
+from tests.models.test_family import count_given_back
+from tests.support.families import FAMILIES, family_model, for_a_gpu
+from tests.support.mixtures import HEADS, tiny_mixture
 from tests.support.places import Place, open_engine, random_model, vocabulary
 
 ASKS: list[dict[str, Any]] = [
@@ -90,18 +93,32 @@ def assert_all_happened_and_nothing_is_held(llm: LLM, place: Place, heard: dict[
     assert sum(len(one.logprobs) for one in heard.values()) > 100 and sum(len(one.prompt_logprobs) for one in heard.values()) > 100
 
 
-def run(folder: Path, place: Place, dtype: Any, **settings: Any) -> dict[tuple[str, int], Heard]:
+def run(
+    folder: Path, place: Place, dtype: Any, blocks: int = BLOCKS, windows: bool = False, **settings: Any
+) -> dict[tuple[str, int], Heard]:
+    """`windows`: whether layers free the blocks behind theirs"""
     with open_engine(
-        folder, place, check=True, dtype=dtype, block_size=SIZE, num_gpu_blocks_override=BLOCKS, max_model_len=20 * SIZE,
+        folder, place, check=True, dtype=dtype, block_size=SIZE, num_gpu_blocks_override=blocks, max_model_len=20 * SIZE,
         max_num_seqs=ROWS, max_num_batched_tokens=BATCHED, pipeline_depth=2, **settings,
     ) as llm:  # fmt: skip
+        given_back = count_given_back(llm._core.scheduler.kv)  # type: ignore[attr-defined]
         heard = serve(llm, place)
+        assert (given_back[0] > 100) == windows
         assert_all_happened_and_nothing_is_held(llm, place, heard)
         return heard
 
 
 def numbers(logprobs: list[TokenLogprobs]) -> list[float]:
     return [number for each in logprobs for number in (each.logprob, *each.top_logprobs)]
+
+
+def model_with_windows(folder: Path, name: str, place: Place) -> Path:
+    """A model whose layers with a window have block tables of their own, and free the blocks behind it."""
+    fields = {"vocab_size": vocabulary(place), "max_position_embeddings": 1024}
+    if name == "gpt-oss":
+        return tiny_mixture(folder, "GptOssForCausalLM", seed=3, **fields | ({"hidden_size": 16 * HEADS} if place == "cuda" else {}))
+    tiny = FAMILIES[name] if place == "cpu" else for_a_gpu(FAMILIES[name])
+    return family_model(folder, replace(tiny, options=tiny.options | fields), seed=15)
 
 
 @pytest.mark.gpu
@@ -112,10 +129,20 @@ def test_graphs_and_their_kernels_one_by_one_say_the_same(dtype: str, tmp_path: 
     assert replayed == launched
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "blocks"), [("gpt-oss", 60), ("gemma3", 100)])
+def test_graphs_of_several_block_tables_say_what_their_kernels_say_one_by_one(name: str, blocks: int, tmp_path: Path) -> None:
+    folder = model_with_windows(tmp_path / name, name, "cuda")
+    replayed, launched = (run(folder, "cuda", "bfloat16", blocks, windows=True, enforce_eager=eager) for eager in (False, True))
+    assert replayed == launched
+
+
 # promise: gpu-computes-device
-def test_padded_steps_say_what_the_cpus_own_say(tmp_path: Path) -> None:
-    folder = random_model(tmp_path, "Qwen3ForCausalLM", "cpu")
-    padded, plain = (run(folder, "cpu", "float32", runner=runner) for runner in ("device", "model"))
+@pytest.mark.parametrize(("name", "blocks"), [("Qwen3ForCausalLM", BLOCKS), pytest.param("gpt-oss", 52, marks=pytest.mark.soak)])
+def test_padded_steps_say_what_the_cpus_own_say(name: str, blocks: int, tmp_path: Path) -> None:
+    windows = name == "gpt-oss"
+    folder = model_with_windows(tmp_path / name, name, "cpu") if windows else random_model(tmp_path, name, "cpu")
+    padded, plain = (run(folder, "cpu", "float32", blocks, windows, runner=runner) for runner in ("device", "model"))
     assert padded.keys() == plain.keys()
     for which, one in padded.items():
         other = plain[which]

@@ -98,7 +98,6 @@ def describe_parallel(config: ParallelConfig) -> ModelDescription:
         layers=tuple(LayerShape(config.spec(layer), MLPShape(INNER, "gelu"), norm, parallel=True) for layer in layers),
         matrices=(*matrices, RULES.matrix("head", "embed", config.vocab_size, hidden, vocabulary=True)),
         vectors=tuple(vector("norm", f"{place}norm", hidden, bias=True) for place in [*(f"layers.{layer}." for layer in layers), ""]),
-        gives_back=True,
     )  # fmt: skip
 
 
@@ -244,7 +243,7 @@ def test_it_is_verified_bit_for_bit(weights: dict[str, Tensor], tmp_path: Path, 
 def test_it_is_verified_with_the_twins_of_a_gpus_kernels(
     weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read the null block behind a window: no step may be padded, for padding leaves there what is no number."""
+    """They read the null block behind a window, which padding leaves as it is: zero."""
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
     assert verify_it(tmp_path, depth=2, kv_cache_layout="hnd").compared.cache_values
 
@@ -307,8 +306,8 @@ def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(w
         windowed, replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None, sinks=True)),
         replace(layer, mlp=MLPShape(8, "geglu")), replace(layer, norms="both", residual_scale=0.5),
     ):  # fmt: skip
-        assert suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(layer, other), gives_back=True)).native
-    assert graph_refusal(replace(dense, layers=(layer, windowed), gives_back=True)) is None
+        assert suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(layer, other))).native
+    assert graph_refusal(replace(dense, layers=(layer, windowed))) is None
     assert graph_refusal(replace(dense, captured=False)) is not None
 
 

@@ -69,7 +69,7 @@ def test_what_published_files_leave_out_has_its_familys_meaning() -> None:
     gemma: Any = read_config(GEMMA3_4B, "m/config.json")
     assert (gemma.vocab_size, gemma.num_heads, gemma.num_kv_heads, gemma.head_dim, gemma.max_position) == (262208, 8, 4, 256, 131072)
     assert gemma.tie_embeddings and gemma.eos_token_ids == (1, 106) and gemma.dtype == "bfloat16"
-    assert gemma.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34)) and gemma.gives_back
+    assert gemma.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34))
     assert {(rope.kind, rope.theta, rope.factor) for rope in gemma.ropes} == {("linear", 1e6, 8.0), ("default", 1e4, 1.0)}
     assert gemma.rope_of(5).kind == "linear" and gemma.rope_of(4).theta == 1e4
     assert (gemma.attention_scale, gemma.embedding_scale, gemma.soft_cap, gemma.logit_cap) == (256**-0.5, 2560**0.5, None, None)

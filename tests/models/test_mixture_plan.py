@@ -75,6 +75,20 @@ def test_a_description_has_the_parameters_of_the_module(architecture: str, tmp_p
         assert described.num_parameters == sum(one.numel() for one in model.parameters())
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_windows_of_gpt_oss_leave_half_of_the_cache(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a sequence of 32k tokens: half of the layers read 128 of them. Stages keep all, since they share a table."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT_OSS))
+    flags = ["--device", device, "--memory", "200g", "--kv-cache-memory-bytes", "64g", "--max-model-len", "32768"]
+    whole, stage = (planned(capsys, str(path), *flags, "-pp", stages) for stages in "12")
+    token = 2 * 8 * 64 * 2  # bytes of a layer
+    layers = 24, max(one["num_layers"] for one in stage["stages"])
+    shares = [one["kv_cache_bytes"] / one["concurrency"] / (32768 * count * token) for one, count in zip((whole, stage), layers)]
+    assert 0.5 < shares[0] <= 0.52 and shares[1] == pytest.approx(1, abs=0.01)
+    assert (whole["graphs_bytes"] > 0) == (device == "cuda"), "graphs are captured"
+
+
 def test_matrices_of_a_mixture_are_named_after_what_they_are(tmp_path: Path) -> None:
     model = describe(read_config(QWEN2, "test"))
     layer = {matrix.name: matrix for matrix in model.matrices if matrix.layer == 3}

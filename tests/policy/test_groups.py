@@ -9,7 +9,7 @@ from octavo.errors import RequestError
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import FULL, CacheGroup, WindowGroup
 from octavo.policy.request import Sequence
-from tests.support.fake import FakeEngine, sampling
+from tests.support.fake import FakeEngine, PairsGroup, sampling
 
 SIZE, WINDOW = 4, 6
 BOTH = (FULL, WindowGroup(window=WINDOW))
@@ -108,6 +108,18 @@ def test_groups_whose_blocks_have_more_tokens_share_the_pool(links: tuple[int, i
     engine.assert_exact()
     engine.assert_idle()
     assert engine.asked["again"][1].life.cached_tokens % (2 * SIZE) == 0 < engine.asked["again"][1].life.cached_tokens
+
+
+@DEPTHS
+def test_a_kind_with_its_own_length_is_read_up_to_there(depth: int) -> None:
+    engine = FakeEngine(block_size=SIZE, groups=(*BOTH, PairsGroup()), budget=8, depth=depth)
+    engine.add("r", PROMPT, sampling(10))
+    engine.add("other", PROMPT[3:], sampling(10))
+    engine.run()
+    engine.assert_exact()
+    for plan in engine.executor.plans:
+        ends = [start + count for start, count in zip(plan.start, plan.num_query)]
+        assert plan.group_lengths == {2: [end // 2 * 2 for end in ends]}
 
 
 def test_a_request_as_large_as_the_pool_comes_in_with_any_hit() -> None:

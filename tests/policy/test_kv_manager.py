@@ -234,6 +234,8 @@ def _specs(kinds: str) -> list[LayerCacheSpec]:
         ("ffffwwwww", [((0, 1, 2, 3), None, 1), ((4, 6, 8), 4, 1), ((5, 7), 4, 1)]),
         ("fffffwwwwww", [((0, 1, 2, 3, 4), None, 1), ((5, 6, 7, 8, 9, 10), 4, 1)]),  # nearly as many: one layer's bytes of padding
         ("fsfs", [((0, 2), None, 1), ((1, 3), 4, 2)]),
+        ("fwwwwwwwwww", [((0,), None, 1), *(((at, at + 5), 4, 1) for at in range(1, 6))]),  # no more groups, each with its table
+        ("wfffffffff", [(tuple(range(10)), None, 1)]),  # the padding of one layer's group would cost more than its window frees
     ],
 )
 def test_layers_are_split_into_groups_whose_blocks_have_equal_bytes(kinds: str, groups: list[tuple[object, ...]]) -> None:
@@ -246,6 +248,6 @@ def test_layers_are_split_into_groups_whose_blocks_have_equal_bytes(kinds: str, 
 
 
 def test_layers_whose_bytes_do_not_divide_are_refused() -> None:
-    specs = [LayerCacheSpec(0, {"kv": Buffer((3,), "float32")}), LayerCacheSpec(1, {"kv": Buffer((2,), "float32")})]
+    specs = [LayerCacheSpec(0, {"kv": Buffer((3,), "float32")}), LayerCacheSpec(1, {"kv": Buffer((2,), "float32")}, 4)]
     with pytest.raises(ConfigError, match="layer 1 keeps 8 bytes per token, not a divisor of 12 of another layer"):
         split_layers(specs)

@@ -50,6 +50,15 @@ def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
         assert (plan.refusal, plan.geometry.num_blocks) == (None, pool // (16 * PER_TOKEN))
 
 
+def test_a_state_takes_memory_for_each_row_and_none_of_the_pool() -> None:
+    state = [replace(spec, state={"sum": Buffer((64, 64), "float32")}) for spec in SPECS]
+    for config in (settings(max_model_len=512), resolved(EngineConfig(max_model_len=512, max_num_seqs=256), "cuda")):
+        plain = replace(needs(), device=config.device)
+        before, after = (plan_memory(one, config, MUCH) for one in (plain, replace(plain, specs=state)))
+        assert after.use.rows - before.use.rows == 256 * 3 * 64 * 64 * 4 and after.geometry.state_bytes == 3 * 64 * 64 * 4
+        assert replace(after.geometry, state_bytes=0) == before.geometry
+
+
 # promise: kv-cache-memory
 def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None:
     config = settings(kv_cache_memory_bytes=100 * 16 * PER_TOKEN + 17)

@@ -31,14 +31,15 @@ def found(engine: FakeEngine, name: str, prompt: list[int], salt: str = "") -> t
 @pytest.mark.parametrize("groups", GROUPS[1:], ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_pinned_prefix_is_found_whole_after_any_number_of_other_prompts(groups: tuple[CacheGroup, ...], depth: int) -> None:
-    engine = FakeEngine(block_size=2, num_blocks=48, max_len=32, budget=16, rows=2, groups=groups, depth=depth)
+    blocks = 80 if len(groups) > 2 else 48
+    engine = FakeEngine(block_size=2, num_blocks=blocks, max_len=32, budget=16, rows=2, groups=groups, depth=depth)
     engine.pin("one", PROMPT)
     engine.run()
     (state,) = engine.scheduler.pins.told()
     span = max(engine.kv.spans)
     assert state.held and state.num_tokens == len(PROMPT) // span * span and state.num_blocks == len(engine.pool.pinned)
     flood(engine)
-    assert engine.pool.counts.evicted > 48, "the flood was too small to evict"
+    assert engine.pool.counts.evicted > blocks, "the flood was too small to evict"
     hits, saved = engine.scheduler.stats.pin_hits, engine.scheduler.stats.pin_tokens
     assert found(engine, "later", [*PROMPT, 1, 2, 3]) == (state.num_tokens, state.num_tokens)
     assert (engine.scheduler.stats.pin_hits - hits, engine.scheduler.stats.pin_tokens - saved) == (1, state.num_tokens)

@@ -7,7 +7,7 @@ not updated). The clock counts steps.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
@@ -27,8 +27,19 @@ from octavo.worker.faults import Faults
 from tests.support.beams import expected_beams
 
 VOCAB = 50
+
+
+@dataclass(frozen=True, slots=True)
+class PairsGroup(CacheGroup):
+    """A position can be read as soon as the second one of its pair is there."""
+
+    def length(self, end: int) -> int:
+        return end // 2 * 2
+
+
 GROUPS = [
     (FULL,), (FULL,), (FULL, WindowGroup(window=3)), (FULL, WindowGroup(window=6, links=2)), (CacheGroup(links=2), WindowGroup(window=5)),
+    (FULL, WindowGroup(window=5), PairsGroup()),
 ]  # fmt: skip
 Hook = Callable[[], None]
 
@@ -105,6 +116,7 @@ class FakeEngine:
         stages: int = 1,
         pinned: int = 1 << 30,
         links: int | None = None,
+        state_bytes: int = 0,
     ) -> None:
         """`pinned`: the most blocks that may be. `links`: the most that are hashed in a step. `max_len`: without it, as long as fits into
         the pool, and no longer than `most_len`.
@@ -120,7 +132,8 @@ class FakeEngine:
         if links is not None:
             self.scheduler.admission.links_per_step = links
         self.faults = ChosenFaults()
-        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1, groups), VOCAB, self.faults, row_tokens)
+        geometry = CacheGeometry(num_blocks, block_size, self.max_len, 1, groups, state_bytes=state_bytes)
+        self.runner = FakeRunner(geometry, VOCAB, self.faults, row_tokens)
         self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
         self.check = check

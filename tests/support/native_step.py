@@ -166,6 +166,8 @@ class Run:
         self.slots = np.stack([old.new_slots, new.new_slots])
         step.tables, step.table_width, step.table_stride = address(self.tables), width, self.tables[0].size
         step.slots, step.slot_stride = address(self.slots), len(self.slots[0])
+        self.lengths = np.stack([old.context_len, new.context_len])
+        step.context_len, step.context_stride = address(self.lengths), len(self.lengths[0])
 
     def by_parts(self) -> None:
         library, decoder, tokens = self.decoder.library, self.decoder, len(self.ids)

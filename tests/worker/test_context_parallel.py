@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from octavo.errors import ConfigError, RankLost, VerifyError
 from octavo.models.registry import describe, rank_config, rank_parts, read_config
 from octavo.outputs import RequestOutput
 from octavo.policy.auto import resolved, suited
+from octavo.policy.cache_spec import Buffer, LayerCacheSpec, one_group
+from octavo.policy.memory_plan import ModelNeeds
+from octavo.policy.stages import ONLY, one_table
+from octavo.worker.facts import Facts
 from octavo.worker.host_ranks import HostMeeting
 from octavo.worker.places import Ends, join
 from tests.loading.test_sharded import raw_config
@@ -68,13 +73,16 @@ def said(llm: LLM) -> tuple[list[RequestOutput], tuple[int, ...]]:
 def test_ranks_that_share_a_context_say_what_one_says(
     architecture: str, shape: dict[str, Any], ranks: int, debug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt is longer than all that one rank keeps. Unwritten blocks are NaN, or steps are padded."""
-    folder = tiny_model(tmp_path, architecture, seed=3, **shape)
-    alone, happened = said(opened(folder, 1, 1, 2 * SIZE, native=False))
+    """A prompt is longer than all that one rank keeps. Unwritten blocks are NaN, or steps are padded.
+
+    Alone, layers with a window have a block table of their own.
+    """
+    folder, windows = tiny_model(tmp_path, architecture, seed=3, **shape), "window" in shape
+    alone, happened = said(opened(folder, 1, 1, 2 * SIZE, native=False, num_gpu_blocks_override=BLOCKS * (1 + windows)))
     monkeypatch.setenv("OCTAVO_DEBUG", debug)
     together, happened_too = said(opened(folder, ranks, 2, SIZE))
     assert LONG > (BLOCKS - 1) * SIZE and len(together[-1].outputs[0].token_ids) == 24
-    assert happened == happened_too and min(happened) > 0
+    assert (windows or happened == happened_too) and min(happened_too) > 0
     for one, other in zip(alone, together, strict=True):
         assert one.num_cached_tokens == other.num_cached_tokens
         for sample, another in zip(one.outputs, other.outputs, strict=True):
@@ -134,9 +142,12 @@ def test_programs_and_models_that_cannot_share_a_context_are_named(tmp_path: Pat
         assert not suited(asked, model).native
     assert "Native kernels are off for this model, torch computes: layer 0 has attention with context_parallel" in caplog.text
     assert suited(replace(asked, device="cuda"), model).enforce_eager
-    windowed = replace(model, layers=tuple(replace(one, mixer=replace(one.mixer, window=4)) for one in model.layers), gives_back=True)
-    with pytest.raises(ConfigError, match=r"^decode_context_parallel_size is 2, .* layer 0 frees .*; set it to 1$"):
-        suited(asked, windowed)
+    specs = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "float32")}, window) for layer, window in enumerate([None, 4])]
+    needs = ModelNeeds(model, "float32", 0, specs, "float32", one_table=one_table(model, ONLY))
+    with caplog.at_level(logging.INFO, "octavo"):
+        Facts.tell_of_windows(SimpleNamespace(needs=needs))  # type: ignore[arg-type]
+    assert needs.groups == one_group(specs)
+    assert "Blocks behind windows are not freed: ranks that share a context share one block table per sequence" in caplog.text
     folder = tiny_model(tmp_path, "LlamaForCausalLM", seed=3)
     said = r"^decode_context_parallel_size is 2, and attention backend contiguous .*: set it to 1, or leave attention_backend at auto$"
     with pytest.raises(ConfigError, match=said):

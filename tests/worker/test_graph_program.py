@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.kernels.step_tensors import part_words
+from octavo.kernels.step_tensors import ENTRY_PARTS, part_words
 from octavo.messages import StepPlan
 from octavo.worker.graph_program import Graph, shapes
 from octavo.worker.program import PADDING, Shape, entries
@@ -53,10 +53,12 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(5, 64)])
 def test_a_plan_becomes_words_and_padding_has_no_row(shape: Shape) -> None:
     counts = [1, 1] if shape.decodes else [20, 1]
-    plan = StepPlan(1, row=[7, 3], seq_id=[0, 1], start=[40, 9], num_query=counts, samples=[False, True])
-    query_start, row, start, samples = entries(plan, shape).reshape(4, part_words(shape.entries)).tolist()
+    plan = StepPlan(1, row=[7, 3], seq_id=[0, 1], start=[40, 9], num_query=counts, samples=[False, True], group_lengths={1: [5, 6]})
+    parts = entries(plan, shape, 2).reshape(ENTRY_PARTS + 2, part_words(shape.entries)).tolist()
+    query_start, row, start, samples, *lengths = parts
     idle = shape.entries - 2
     ends = [3, 4] if shape.decodes else [21] * idle  # a token each, or none
     assert query_start[: shape.entries + 1] == [0, counts[0], sum(counts), *ends]
     assert row[: shape.entries] == [7, 3] + [PADDING] * idle
     assert start[:2] == [40, 9] and samples[: shape.entries] == [0, 1] + [0] * idle
+    assert [each[: shape.entries] for each in lengths] == [[40 + counts[0], 10] + [0] * idle, [5, 6] + [0] * idle]

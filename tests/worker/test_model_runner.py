@@ -39,7 +39,7 @@ def new_table(block_size: int = 16, links: tuple[int, ...] = (1,)) -> RequestTab
 def prepared(plan: StepPlan, table: RequestTable, block_size: int) -> StepTensors:
     shape = Shape(len(plan.row), sum(plan.num_query))
     memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
-    send(entries(plan, shape), memory.entries)
+    send(entries(plan, shape, table.layout.groups), memory.entries)
     step = memory.step(shape.entries, shape.tokens)
     step.tables.fill_(77)  # of another step
     prepare(table.words, table.layout, block_size, step)
@@ -78,6 +78,8 @@ def mixed_plans(draw: st.DrawFn) -> Mixed:
         plan.start.append(start)
         plan.num_query.append(count)
         plan.samples.append(draw(st.booleans()))
+        if len(links) > 1:  # the last group has some positions only
+            plan.group_lengths.setdefault(1, []).append(draw(st.integers(0, start + count)))
         all_tokens[row], tables[row] = tokens, all_tables
     return Mixed(size, links, plan, all_tokens, tables)
 
@@ -99,12 +101,14 @@ def test_a_mixed_plan_is_read_out_of_the_rows(case: Mixed) -> None:
     assert step.positions.tolist() == [position for _, position in places]
     assert step.row.tolist() == plan.row
     assert step.query_start.tolist() == [sum(plan.num_query[:entry]) for entry in range(len(plan.row) + 1)]
-    assert step.context_len.tolist() == ends
     for group, links in enumerate(case.links):
         tables, span = {row: every[group] for row, every in case.tables.items()}, links * size
+        lengths = plan.group_lengths.get(group, ends)
+        assert step.context_len[group].tolist() == lengths
         assert step.slots[group].tolist() == [tables[row][position // span] * span + position % span for row, position in places]
-        width = max(-(-end // span) for end in ends)
-        assert step.tables[group, :, :width].tolist() == [(tables[row] + [0] * width)[:width] for row in plan.row]
+        held = [-(-length // span) for length in lengths]
+        filled = [tables[row][:count] + [0] * (max(held) - count) for row, count in zip(plan.row, held)]
+        assert step.tables[group, :, : max(held)].tolist() == filled
     assert step.sample_index.tolist() == [sum(plan.num_query[: entry + 1]) - 1 for entry in range(len(plan.row))]
     assert step.samples.tolist() == plan.samples and step.draw_positions.tolist() == [len(tokens[row]) for row in plan.row]
 
@@ -121,7 +125,7 @@ def test_as_many_tokens_as_entries_are_not_always_one_each() -> None:
     table.apply(StepPlan(1, row_writes=[write(1, [7, 8, 9], [1]), write(4, [5], [9])]))
     memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
     plan = StepPlan(2, row=[1, 4], start=[0, 0], num_query=[3, 1], samples=[True, True])
-    words = entries(plan, Shape(4, 16))  # padded to four entries, two of them without a token
+    words = entries(plan, Shape(4, 16), 1)  # padded to four entries, two of them without a token
     send(words, memory.entries)
     step = memory.step(4, 4)
     prepare(table.words, table.layout, 16, step)
@@ -190,6 +194,17 @@ def test_copies_move_whole_blocks_of_every_layer_and_read_before_they_write(copi
 WIDE = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((2, 3), "bfloat16")}) for layer in range(2)]
 NARROW = LayerCacheSpec(2, {"k": Buffer((1, 4), "float32"), "v": Buffer((2, 3), "int8")}, window=8)
 GROUPS = (CacheGroup((0, 1)), WindowGroup((2,), 2, 8))
+
+
+def test_a_fork_copies_a_state_and_a_new_sequence_starts_with_zeros() -> None:
+    specs = [replace(SPECS[0], state={"sum": Buffer((2,), "float32")}), SPECS[1]]
+    for store in (PagedStore(specs, 4, 16, num_rows=ROWS), ContiguousStore(specs, ROWS, MAX_LEN)):
+        (state,) = store.states[0].values()
+        assert not state.any() and not store.states[1] and "sum" not in store.caches[0]
+        state[:] = torch.arange(ROWS)[:, None]
+        forks = [RowFork(row, source, 0, NoiseKey((0, 0), 0, 0)) for row, source in ((1, 2), (2, 1), (4, 3))]
+        store.apply(StepPlan(1, row_forks=forks, row_writes=[write(3, [7], [1])]))
+        assert state[:, 0].tolist() == [0, 2, 1, 0, 3, 5] == state[:, 1].tolist()
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])

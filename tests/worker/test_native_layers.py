@@ -11,6 +11,7 @@ from octavo import LLM
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.step_tensors import StepTensors
+from octavo.policy.cache_group import FULL
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.shadow import Shadow
@@ -49,20 +50,21 @@ def new_pool(program: NativeProgram, cache: torch.dtype) -> Pool:
     return Pool(model.num_layers, model.layers[0].kv_heads, model.layers[0].head_dim, max_len=LONG, cache_dtype=cache)
 
 
-def steps(pool: Pool, vocab: int) -> Iterator[StepTensors]:
+def steps(pool: Pool, program: NativeProgram) -> Iterator[StepTensors]:
     for number, counts in enumerate(STEPS):
-        tokens = {row: [(7 * row + 3 * number + place) % vocab for place in range(count)] for row, count in counts.items()}
-        yield step_of(pool.batch(CpuBackend, tokens))
+        tokens = {row: [(7 * row + 3 * number + place) % program.vocab_size for place in range(count)] for row, count in counts.items()}
+        yield step_of(pool.batch(CpuBackend, tokens), len(set(program.groups)))
         pool.advance(tokens)
 
 
-def step_of(batch: ForwardBatch) -> StepTensors:
-    """As much of a step as layers read."""
+def step_of(batch: ForwardBatch, groups: int) -> StepTensors:
+    """As much of a step as layers read. All cache groups have the same table."""
     words = [tensor.int() for tensor in (batch.query_start, batch.rows, batch.context_len)]
     query_start, row, context_len = words
     return StepTensors(
         entries=row, query_start=query_start, row=row, start=row, samples=row, token_ids=batch.token_ids, positions=batch.positions[0],
-        slots=batch.slots[None], context_len=context_len, tables=batch.tables.int()[None], sample_index=batch.sample_index,
+        slots=batch.slots.repeat(groups, 1), context_len=context_len.repeat(groups, 1), tables=batch.tables.int().repeat(groups, 1, 1),
+        sample_index=batch.sample_index,
         temperature=row, noise=row, draw_positions=row,
     )  # fmt: skip
 
@@ -71,13 +73,13 @@ def step_of(batch: ForwardBatch) -> StepTensors:
 def test_one_call_layers_over_blocks_and_layers_over_a_contiguous_cache_give_the_same_bits(program: NativeProgram, level: str) -> None:
     for threads, cache in zip((1, 3, 2), CACHES, strict=True):
         pool, other = new_pool(program, cache), new_pool(program, cache)
-        shadow = Shadow([], pool.num_rows, LONG, pool.block_size)
+        shadow = Shadow([], pool.num_rows, LONG, pool.block_size, groups=(FULL,) * len(set(program.groups)))
         shadow.regions.caches = pool.contiguous
         paged = NativeLayers(program, NativeAttention(program, pool.paged))
         plain = NativeLayers(program, NativeAttention(program, pool.contiguous))
         with running(level, threads), torch.inference_mode():
             program.model = program.over(other.paged)
-            for step, twin in zip(steps(pool, program.vocab_size), steps(other, program.vocab_size), strict=True):
+            for step, twin in zip(steps(pool, program), steps(other, program), strict=True):
                 hidden, logits = paged.compute(step)
                 assert hidden.isfinite().all() and len(logits) == len(step.row)
                 for way in (plain.compute(shadow.contiguous(step)), program.compute(twin)):

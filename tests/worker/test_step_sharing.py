@@ -10,7 +10,7 @@ import torch
 
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.shared_keys import FREE, NOTHING
-from octavo.kernels.step_tensors import ALIGNED, StepMemory
+from octavo.kernels.step_tensors import ALIGNED, ENTRY_PARTS, StepMemory
 from octavo.kernels.team_words import LINE, team_words
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.policy.gpu_size import gpu_row_bytes
@@ -38,6 +38,8 @@ def test_nodes_name_the_entries_of_the_plan() -> None:
     (beside,) = found.of(StepPlan(1, [6, 3, 0, 1], [6, 3, 0, 1], [40, 0, 33, 34], [1, 3, 1, 1], [True] * 4))  # a prompt of three tokens
     assert beside.nodes.tolist() == [[0, 3, 0, 32]] and sorted(beside.rows.tolist()) == [0, 2, 3]
     assert found.of(StepPlan(1, [0, 3], [0, 3], [33, 0], [1, 3], [True] * 2)) == [NOTHING]
+    (shorter,) = sharing().of(StepPlan(1, [0, 3, 1], [0, 3, 1], [33, 0, 34], [1, 3, 1], [True] * 3, group_lengths={0: [17, 1, 18]}))
+    assert shorter.nodes.tolist() == [[0, 2, 0, 16]] and sorted(shorter.rows.tolist()) == [0, 2]
 
 
 def test_teams_are_sent_when_they_change_and_stay_where_they_are() -> None:
@@ -69,5 +71,5 @@ def test_the_plan_of_a_gpu_counts_all_words_of_rows_steps_and_groups(groups: int
     words += [RequestTable(rows, layout, CPU).words, StepTeams(groups, rows, 4, 1, CPU).words]
     model: Any = SimpleNamespace(position_numbers=0)
     planned = gpu_row_bytes(model, rows, tokens, max_len, groups, blocks)
-    more = 4 * ALIGNED + groups * LINE  # that do not depend on the size of a step: the parts of the entries, the headers of the groups
+    more = (ENTRY_PARTS + groups) * ALIGNED + groups * LINE  # the ends of the parts of the entries, the headers of the groups
     assert sum(each.nbytes for each in words) == planned + 4 * more

@@ -74,7 +74,7 @@ class SharedNode(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [
         ("num_tokens", c_int32), ("num_rows", c_int32), ("table_width", c_int32), ("num_samples", c_int32),
-        ("slot_stride", c_int64), ("table_stride", c_int64),
+        ("slot_stride", c_int64), ("context_stride", c_int64), ("table_stride", c_int64),
         ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("query_start", c_void_p), ("context_len", c_void_p),
         ("tables", c_void_p), ("shared_start", c_void_p), ("shared_nodes", c_void_p), ("shared_rows", c_void_p), ("sample_index", c_void_p),
         ("received", c_void_p), ("passed", c_void_p), ("hidden", c_void_p), ("logits", c_void_p), ("best", c_void_p),

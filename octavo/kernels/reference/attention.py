@@ -183,7 +183,7 @@ def write_kv(
     cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
-    slots: Tensor,  # [T]
+    slots: Tensor,  # [T]; below 0: the token is not stored
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
@@ -198,8 +198,10 @@ def write_kv(
     turns = cos[positions], sin[positions]  # [T, rotated / 2] each
     q.copy_(rotate(normed_q, *turns))
     k.copy_(rotate(normed_k, *turns))
+    kept = slots >= 0
+    slots = slots[kept]
     places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided, so it cannot be viewed by slots
-    k_cache[places], v_cache[places] = k, v
+    k_cache[places], v_cache[places] = k[kept], v[kept]
     return q
 
 

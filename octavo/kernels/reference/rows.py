@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
-from octavo.kernels.step_tensors import StepTensors
+from octavo.kernels.step_tensors import NO_SLOT, StepTensors
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
@@ -32,26 +32,23 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     lines, out = words.numpy(), step.on_host()
     rows, starts, firsts = out["row"], out["query_start"], out["start"]
     counts, total, padded = starts[1:] - starts[:-1], int(starts[-1]), rows[-1] < 0
-    context = firsts + counts
     if total == len(rows) and counts.max() == 1:  # one token each, as in a decode step
         token_rows, positions = rows, firsts.astype(np.int64)
     else:
         token_rows = rows.repeat(counts)
         positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
-    if padded:  # padding: it reads row 0, and its results go to the null block
+    if padded:  # padding reads row 0, and writes nothing
         positions[token_rows < 0] = 0
-        context[rows < 0] = 0
-    _fill(out["positions"], positions, total)
-    _fill(out["token_ids"], lines[token_rows, layout.tokens + positions], total, token_rows)
-    most = int(context.max())
-    for group, links in enumerate(layout.links):
+    _fill(out["positions"], positions, token_rows)
+    _fill(out["token_ids"], lines[token_rows, layout.tokens + positions], token_rows)
+    for group, (links, context) in enumerate(zip(layout.links, out["context_len"])):
         table, span = layout.table(group), links * block_size
         slots = lines[token_rows, table + positions // span].astype(np.int64) * span + positions % span
-        _fill(out["slots"][group], slots, total, token_rows)
-        longest, held = -(-most // span), -(-context // span)
+        _fill(out["slots"][group], slots, token_rows, NO_SLOT)
+        held = -(-context // span)
+        longest = int(held.max())
         tables = lines[rows, table : table + longest]
         out["tables"][group][:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
-    out["context_len"][:] = context
     out["sample_index"][:] = np.maximum(starts[1:] - 1, 0)
     heads = lines[rows, :HEAD]
     if padded:
@@ -61,10 +58,10 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     out["draw_positions"][:] = heads[:, NUM_TOKENS]
 
 
-def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], total: int, rows: NDArray[np.int32] | None = None) -> None:
-    """Writes the values of a step's tokens, and 0 for padding and after the last scheduled row."""
-    numbers[:total] = values if rows is None or rows[-1] >= 0 else np.where(rows < 0, 0, values)
-    numbers[total:] = 0
+def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], rows: NDArray[np.int32], padding: int = 0) -> None:
+    """Writes the values of a step's tokens, and another one for padding and after the last scheduled row."""
+    numbers[: len(rows)] = values if rows[-1] >= 0 else np.where(rows < 0, padding, values)
+    numbers[len(rows) :] = padding
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:

@@ -31,13 +31,15 @@ def random_entries(rng: Random, words: Tensor, padded: int, tokens: int) -> list
     starts = [length - count for length, count in zip(lengths, counts)]
     query_start = [sum(counts[:number]) for number in range(padded + 1)]
     idle = padded - len(chosen)
-    parts = (query_start, chosen + [-1] * idle, starts + [0] * idle, [rng.randint(0, 1) for _ in chosen] + [0] * idle)
+    rests = chosen + [-1] * idle, starts + [0] * idle, [rng.randint(0, 1) for _ in chosen] + [0] * idle
+    some = [rng.randint(1, length) for length in lengths]  # a cache group may have fewer positions
+    parts = query_start, *rests, lengths + [0] * idle, some + [0] * idle
     return [word for part in parts for word in part + [9] * (part_words(padded) - len(part))]  # what fills a part up is not read
 
 
 def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTensors:
     step = StepMemory(LAYOUT, padded, tokens, torch.device(device)).step(padded, tokens)
-    for tensor in (step.token_ids, step.positions, step.slots, step.context_len, step.sample_index, step.noise, step.draw_positions):
+    for tensor in (step.token_ids, step.positions, step.slots, step.sample_index, step.noise, step.draw_positions):
         tensor.fill_(-77)  # whatever lies there
     step.entries.copy_(torch.tensor(entries, dtype=torch.int32))
     return step

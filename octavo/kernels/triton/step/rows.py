@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
-from octavo.kernels.step_tensors import StepTensors
+from octavo.kernels.step_tensors import NO_SLOT, StepTensors
 
 TILE = 1024
 AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_NOISE, WORDS_OF_NOISE = map(tl.constexpr, (HEAD, NUM_TOKENS, TEMPERATURE, NOISE, NOISE_WORDS))
+NOWHERE = tl.constexpr(NO_SLOT)
 
 
 @triton.jit
@@ -23,16 +24,18 @@ def copy_runs(source, target, runs, TILE: tl.constexpr):
     tl.store(target + place + word, tl.load(source + start + word, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tokens", "width", "tokens_at", "table_width", "slots_stride", "tables_stride"])
+@triton.jit(
+    do_not_specialize=["num_entries", "num_tokens", "width", "tokens_at", "table_width", "slots_stride", "lengths_stride", "tables_stride"]
+)
 def prepare_entries(
     words,
     query_start,
     rows,
     starts,
+    context_len,
     token_ids,
     positions,
     slots,
-    context_len,
     tables,
     sample_index,
     temperature,
@@ -44,6 +47,7 @@ def prepare_entries(
     tokens_at,
     table_width,
     slots_stride,
+    lengths_stride,
     tables_stride,
     BLOCK_SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -59,14 +63,13 @@ def prepare_entries(
             tl.store(token_ids + at + lane, nothing, mask=inside)
             tl.store(positions + at + lane, nothing, mask=inside)
             for group in tl.static_range(GROUPS):
-                tl.store(slots + group * slots_stride + at + lane, nothing, mask=inside)
+                tl.store(slots + group * slots_stride + at + lane, nothing + NOWHERE, mask=inside)
         return
     end = tl.load(query_start + entry + 1)
     row = tl.load(rows + entry)
     present = row >= 0
     line = words + tl.maximum(row, 0).to(tl.int64) * width
     first = tl.load(starts + entry)
-    context = tl.where(present, first + end - begin, 0)
     for at in range(0, end - begin, TILE):
         inside = (at + lane < end - begin) & present
         position = tl.where(inside, first + at + lane, 0)
@@ -77,14 +80,14 @@ def prepare_entries(
         for group in tl.static_range(GROUPS):
             table = line + AT_TABLE + group * table_width
             block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            tl.store(slots + group * slots_stride + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=written)
-    for at in range(0, tl.cdiv(context, BLOCK_SIZE), TILE):
-        index = at + lane
-        inside = index < tl.cdiv(context, BLOCK_SIZE)
-        for group in tl.static_range(GROUPS):
-            blocks = tl.load(line + AT_TABLE + group * table_width + index, mask=inside)
-            tl.store(tables + group * tables_stride + entry.to(tl.int64) * table_width + index, blocks, mask=inside)
-    tl.store(context_len + entry, context)
+            slot = tl.where(inside, block * BLOCK_SIZE + position % BLOCK_SIZE, NOWHERE)
+            tl.store(slots + group * slots_stride + place, slot, mask=written)
+    for group in tl.static_range(GROUPS):
+        held = tl.cdiv(tl.load(context_len + group * lengths_stride + entry), BLOCK_SIZE)
+        for at in range(0, held, TILE):
+            index = at + lane
+            blocks = tl.load(line + AT_TABLE + group * table_width + index, mask=index < held)
+            tl.store(tables + group * tables_stride + entry.to(tl.int64) * table_width + index, blocks, mask=index < held)
     tl.store(sample_index + entry, tl.maximum(end - 1, 0).to(tl.int64))
     warmth = tl.load(line + AT_TEMPERATURE, mask=present, other=0).to(tl.float32, bitcast=True)
     tl.store(temperature + entry, warmth)
@@ -135,10 +138,10 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     assert layout.links == (1,) * layout.groups, "the kernel has one size of blocks for all groups"
     entries = len(step.row)
     prepare_entries[(entries + 1,)](
-        words, step.query_start, step.row, step.start, step.token_ids, step.positions, step.slots, step.context_len, step.tables,
+        words, step.query_start, step.row, step.start, step.context_len, step.token_ids, step.positions, step.slots, step.tables,
         step.sample_index, step.temperature, step.noise, step.draw_positions, entries, len(step.token_ids), layout.width, layout.tokens,
-        layout.max_blocks, step.slots.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size, GROUPS=layout.groups, TILE=TILE,
-        num_warps=4,
+        layout.max_blocks, step.slots.stride(0), step.context_len.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size,
+        GROUPS=layout.groups, TILE=TILE, num_warps=4,
     )  # fmt: skip
 
 

@@ -87,9 +87,9 @@ def write(
     wait(PDL)
     first, second, rest = load_head(base, half, tail, present, HALF, DIM)
     slot = tl.load(slots + token).to(tl.int64)
-    target = place_of(slot, head, KV_HEADS, DIM, TOGETHER)
+    target, kept = place_of(slot, head, KV_HEADS, DIM, TOGETHER), present & (slot >= 0)  # padding has no slot
     if part == 2:
-        store_head(v_cache + target, half, tail, present, first, second, rest, HALF, DIM)
+        store_head(v_cache + target, half, tail, kept, first, second, rest, HALF, DIM)
     else:
         x, y, z = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
         if NORM:
@@ -106,7 +106,7 @@ def write(
         if NORM or TURNED:
             store_head(base, half, tail, present, first, second, rest, HALF, DIM)
         if part == 1:
-            store_head(k_cache + target, half, tail, present, first, second, rest, HALF, DIM)
+            store_head(k_cache + target, half, tail, kept, first, second, rest, HALF, DIM)
 
 
 def write_kv(
@@ -115,7 +115,7 @@ def write_kv(
     cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
-    slots: Tensor,  # [T]
+    slots: Tensor,  # [T]; below 0: the token is not stored
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim] in any layout
     v_cache: Tensor,
 ) -> Tensor:
