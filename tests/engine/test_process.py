@@ -20,14 +20,15 @@ import pytest
 import zmq
 
 from octavo.config import Debug
+from octavo.engine import router as router_module
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import StatsLog
 from octavo.engine.router import LONGEST, RECENT, SHORTEST, LoopStatus, Pace, Router, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
-from octavo.engine.wire import LARGE, Abort, Add, DownFrame, Ping, sliced
+from octavo.engine.wire import LARGE, Abort, Add, Command, DownFrame, Gone, Met, Ping, sliced
 from octavo.errors import ConfigError, LoadError
-from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
+from octavo.messages import AddRequest, Delta, EngineFacts, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.worker.faults import Faults
 from tests.support.engine_process import PATIENCE, ask, engine_process, exists, is_idle, run, tokens, until
@@ -375,6 +376,27 @@ def test_a_burst_of_long_prompts_is_taken_over_several_turns(tmp_path: Path) -> 
     turns = [router.take(wait=False) for _ in range(4)]
     assert [len(commands) for commands in turns] == [3, 3, 2, 0], "until more than 65,536 ids are taken"
     assert turns[2][-1] == Abort("0"), "in the order in which they arrived"
+
+
+def test_a_client_that_lost_its_requests_is_told_again_what_the_engine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    router, client = Router(address, 1, 1, 1000, Faults(Debug())), raw(address, b"client")
+    router.ready(EngineFacts("model", 1, Limits(1, 1, 1, 1, 1, 1)), LoopStatus(time.monotonic(), False, 0, 0, 1, SchedulerStats(*[0] * 9)))
+    router.start()
+
+    def heard(*numbers: int, epoch: int = 1) -> Command:
+        for number in numbers:
+            client.send(wire.encode(DownFrame(epoch, number, Ping(os.getpid()))))
+        (command,) = router.take(wait=True, seconds=PATIENCE)
+        return command
+
+    assert heard(1, epoch=0) == Met("client")
+    assert heard(2, 4) == Gone("client") and heard() == Met("client"), "a frame of it was lost"
+    monkeypatch.setattr(router_module, "CLIENT_SECONDS", 0.0)
+    assert heard() == Gone("client"), "it was silent for too long"
+    monkeypatch.setattr(router_module, "CLIENT_SECONDS", PATIENCE)
+    assert heard(5) == Met("client"), "it is back"
+    client.close()
 
 
 def test_an_engine_that_rests_gives_back_what_its_steps_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
