@@ -238,7 +238,7 @@ class AsyncLLM:
         """Forgets a request that has no reader any more."""
         del self._streams[stream.request_id]
         for replica in self.replicas:
-            if replica.view.names is not None:  # somebody watches
+            if replica.view.names is not None:  # a client watches
                 replica.view.remember(stream.request_id, stream.label)
         if stream.timer is not None:
             stream.timer.cancel()

@@ -26,7 +26,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, check: bool = False, grammars: Grammars | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.traces: list[Trace] = []  # whoever follows the steps
+        self.traces: list[Trace] = []  # they follow the steps, for a file or for the view
         self.roster = Roster()
         self.weights = b""  # identifies the weights; empty: there are none
         self.grammars = grammars or Grammars(None, 0, ())

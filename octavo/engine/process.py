@@ -25,11 +25,11 @@ from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.build import Share, build_engine
 from octavo.engine.core import EngineCore
-from octavo.engine.router import BROKEN, Command, Gone, LoopStatus, Met, Router, Watching
+from octavo.engine.router import BROKEN, LoopStatus, Router
 from octavo.engine.routing import CacheUpdates
 from octavo.engine.stall_watch import StallWatch
 from octavo.engine.trace import numbered
-from octavo.engine.wire import Abort, Cached, Pinned, Refused, ResetPrefixCache, Unpin, frame_limit
+from octavo.engine.wire import Abort, Cached, Command, Gone, Met, Pinned, Refused, ResetPrefixCache, Unpin, Watching, frame_limit
 from octavo.errors import ConfigError, EngineError, LoadError, OctavoError, RequestError
 from octavo.inspector.engine_view import EngineView, NoView
 from octavo.loading.resolve import ModelSource, load_model_config

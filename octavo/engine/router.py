@@ -22,7 +22,7 @@ from octavo.child import give_back_freed_memory
 from octavo.engine import wire
 from octavo.engine.wire import Down, Ping, Refused, Up
 from octavo.errors import ConfigError
-from octavo.inspector.frames import ViewFrame, Wanted
+from octavo.inspector.frames import ViewFrame
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.worker.faults import Faults
@@ -33,31 +33,6 @@ CLIENT_SECONDS = 10.0  # a client that is silent for so long is dropped
 IDS_PER_TURN = 65_536  # of prompts, which the loop checks and queues in about 5 ms
 FRAMES_AT_ONCE = 256  # received before updates are sent again
 BROKEN = 2  # exit code of an engine process that cannot continue
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A client was dropped."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Watching:
-    """A client starts or stops watching the engine."""
-
-    name: str
-    wanted: Wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """A client has been informed that the engine is ready, or that its requests are lost. It is sent what the engine holds."""
-
-    name: str
-
-
-Command = AddRequest | wire.Abort | wire.ResetPrefixCache | wire.Unpin | Gone | Watching | Met
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +94,7 @@ class Router:
         self._given_back = 0, time.monotonic()  # step after which freed memory was last returned, and when
         self._update_frames = 0
         self._pace = Pace()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
         self._views: deque[tuple[str, ViewFrame]] = deque()
         self._messages: deque[tuple[str | None, Up]] = deque()  # for one client, or for all
@@ -143,12 +118,12 @@ class Router:
     def publish(self, status: LoopStatus) -> None:
         self._status = status
 
-    def take(self, wait: bool, seconds: float | None = None) -> list[Command]:
+    def take(self, wait: bool, seconds: float | None = None) -> list[wire.Command]:
         """Returns the commands that have arrived, in order, up to about IDS_PER_TURN ids of prompts: the loop must go on with its steps.
 
         With `wait`, it waits for at least one, for some time or forever.
         """
-        commands: list[Command] = []
+        commands: list[wire.Command] = []
         ids = 0
         with suppress(queue.Empty):
             while ids < IDS_PER_TURN:
@@ -242,7 +217,7 @@ class Router:
                 self._start_again(client)
         elif client.greeted:  # it has dropped this engine, or has not received the greeting yet
             client.greeted = False
-            self._inbox.put(Gone(client.name))
+            self._inbox.put(wire.Gone(client.name))
         client.seen, client.received = time.monotonic(), frame.number
 
     def _greet(self) -> None:
@@ -253,7 +228,7 @@ class Router:
             if not client.greeted:
                 client.greeted = True
                 self._send(client, wire.Hello(self._facts))
-                self._inbox.put(Met(client.name))
+                self._inbox.put(wire.Met(client.name))
 
     def _obey(self, client: _Client, body: Down) -> None:
         if isinstance(body, Ping):
@@ -265,7 +240,7 @@ class Router:
             self._draining = True
             return
         if isinstance(body, wire.Watch):
-            self._inbox.put(Watching(client.name, body.wanted))
+            self._inbox.put(wire.Watching(client.name, body.wanted))
             return
         request_id = body.request.request_id if isinstance(body, wire.Add) else body.request_id
         if not request_id.startswith(f"{client.name}-"):
@@ -298,13 +273,13 @@ class Router:
     def _lose(self, client: _Client) -> None:
         """Drops all requests of a client that lost a frame: it is unknown which one, so none is reliable."""
         logger.error("A frame of client %s was lost, its requests end", client.name)
-        self._inbox.put(Gone(client.name))
+        self._inbox.put(wire.Gone(client.name))
         self._start_again(client)
 
     def _start_again(self, client: _Client) -> None:
         """Tells a client that its requests are gone. It has forgotten what this engine holds, so the engine reports that again."""
         self._send(client, wire.Lost())
-        self._inbox.put(Met(client.name))
+        self._inbox.put(wire.Met(client.name))
 
     def _send_updates(self) -> None:
         while self._messages:
@@ -351,7 +326,7 @@ class Router:
         for client in [client for client in self._clients.values() if client.is_gone]:
             logger.warning("API process %s is gone, its requests are aborted", client.pid or client.name)
             del self._clients[client.identity]
-            self._inbox.put(Gone(client.name))
+            self._inbox.put(wire.Gone(client.name))
         status = self._status
         if status is None:
             return

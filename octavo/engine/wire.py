@@ -8,7 +8,7 @@ client in one direction, so that a gap shows a loss. Bytes that are not a frame 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -117,6 +117,37 @@ class Pinned(Struct, tag="pinned", array_like=True, frozen=True):
 Down = Ping | Add | Abort | ResetPrefixCache | Unpin | Watch | Drain
 Up = Hello | Heartbeat | Updates | Refused | Lost | View | Cached | Pinned
 Item = TypeVar("Item")
+
+
+# -- what the router's thread hands to the loop of the engine process: messages, and what happens to clients
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A client was dropped."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """A client starts or stops watching the engine."""
+
+    name: str
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A client has been informed that the engine is ready, or that its requests are lost. It is sent what the engine holds."""
+
+    name: str
+
+
+Command = AddRequest | Abort | ResetPrefixCache | Unpin | Gone | Watching | Met
+
+
+# -- frames
 
 
 class DownFrame(Struct, array_like=True, frozen=True):

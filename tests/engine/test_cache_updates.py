@@ -4,9 +4,8 @@ import pytest
 
 from octavo.engine import routing
 from octavo.engine.process import Loop
-from octavo.engine.router import Gone, Met
 from octavo.engine.routing import CacheUpdates
-from octavo.engine.wire import Cached
+from octavo.engine.wire import Cached, Gone, Met
 from octavo.inspector.engine_view import NoView
 from octavo.messages import CacheChange
 from octavo.policy.block_pool import BlockPool, Event

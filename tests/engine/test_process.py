@@ -24,9 +24,9 @@ from octavo.engine import router as router_module
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import StatsLog
-from octavo.engine.router import LONGEST, RECENT, SHORTEST, Command, Gone, LoopStatus, Met, Pace, Router, stalled_for
+from octavo.engine.router import LONGEST, RECENT, SHORTEST, LoopStatus, Pace, Router, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
-from octavo.engine.wire import LARGE, Abort, Add, DownFrame, Ping, sliced
+from octavo.engine.wire import LARGE, Abort, Add, Command, DownFrame, Gone, Met, Ping, sliced
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, EngineFacts, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams

@@ -13,9 +13,8 @@ import zmq
 from octavo.engine import wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import Loop
-from octavo.engine.router import Command, Gone, Watching
 from octavo.engine.supervisor import Serving
-from octavo.engine.wire import DownFrame, Ping, View, Watch
+from octavo.engine.wire import Command, DownFrame, Gone, Ping, View, Watch, Watching
 from octavo.inspector.frames import ViewFrame
 from octavo.inspector.state import ViewState
 from octavo.messages import AddRequest, Delta

@@ -127,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _abort(self, whom: tuple[int, int | None]) -> None:
         number, index = whom
         name = f"r{len(self.engine.asked) - number % (len(self.engine.asked) + 1)}"
-        decided = {(delta.request_id, delta.index) for delta in self.engine.core._news if delta.finish_reason is not None}
+        decided = {(delta.request_id, delta.index) for delta in self.engine.core._updates if delta.finish_reason is not None}
         ended = decided | self.engine.ends.keys()  # the end of an unpinned request is returned by the next step
         live = {index for at, index in self.engine.tokens if at == name and (name, index) not in ended}
         deltas = self.engine.abort(name, index)

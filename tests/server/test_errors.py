@@ -1,5 +1,8 @@
 """Every exception has its answer, and what was written for an operator stays out of it."""
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 from starlette.exceptions import HTTPException
 
@@ -12,7 +15,12 @@ from octavo.errors import (
     TemplateError,
     UnavailableError,
 )
+from octavo.messages import AddRequest
+from octavo.outputs import TextDelta
+from octavo.sampling_params import SamplingParams
 from octavo.server.errors import MOST_CHARS, ApiError, answer_for, error_response
+from octavo.server.generation import all_updates
+from octavo.server.records import Observer
 
 
 # promise: error-types-invalid, code-string-null
@@ -63,3 +71,20 @@ def test_places_and_addresses_are_left_out_and_every_text_can_be_sent(said: str,
     answer = answer_for(RequestError(said, "prompt \ud83d"))
     assert answer.body["error"] == {"message": told, "type": "invalid_request_error", "param": "prompt ?", "code": None}
     assert error_response(RequestError(said)).status_code == 400
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_request_fails_as_a_whole_if_the_engine_aborts_one_of_its_prompts(prompts: int) -> None:
+    class Aborting:
+        async def generate(self, request: AddRequest, timeout: float, label: str) -> AsyncIterator[list[TextDelta]]:
+            last = request.prompt_token_ids[0] == prompts
+            yield [TextDelta("r", 0, "", [], "abort" if last else "stop")]
+
+    async def read() -> None:
+        requests = [AddRequest("", [number + 1], SamplingParams()) for number in range(prompts)]
+        watch = Observer().watch("cmpl-", requests)
+        async for _ in all_updates(Aborting(), requests, 9.0, {}, watch):  # type: ignore[arg-type]
+            pass
+
+    with pytest.raises(EngineError, match="the request was aborted"):
+        asyncio.run(read())
