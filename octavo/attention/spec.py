@@ -36,8 +36,7 @@ class AttentionSpec:
     qk_norm: Literal["heads", "whole"] | None = None  # q and k are normed before the rotation: each head, or all heads together
     soft_cap: float | None = None
     sinks: bool = False
-    alibi: bool = False
-    role: Literal["decoder", "encoder", "cross"] = "decoder"
+    alibi: bool = False  # a score falls by the slope of its head (`alibi_slopes`) for each token between query and key
     context_ranks: int = 1  # ranks with the same k and v heads, each for some of the tokens, and with different q heads
 
     kind: ClassVar[str] = "attention"
@@ -53,7 +52,6 @@ class AttentionSpec:
             "partial_rotation": self.rope is not None and self.rotated < self.head_dim,
             "whole_norm": self.qk_norm == "whole",
             "alibi": self.alibi,
-            f"role={self.role}": self.role != "decoder",
             "context_parallel": self.context_ranks > 1,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
@@ -163,6 +161,18 @@ class AttentionSpec:
         if self.window is None:
             lines += rows * TEAM_LEVELS * self.num_heads
         return lines * (self.head_dim + 1) * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_LINE * WORD
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Returns the slope of each head of a model: powers of 2 ** (-8 / heads). If the heads are no power of two, the slopes of the next
+    lower one are followed by every other one of twice as many heads."""
+    low = 1 << num_heads.bit_length() - 1
+    between = _powers(2 * low)[::2]
+    return [*_powers(low), *between[: num_heads - low]]
+
+
+def _powers(heads: int) -> list[float]:
+    return [2.0 ** (-8 * head / heads) for head in range(1, heads + 1)]
 
 
 def kv_buffers(cache: Mapping[str, T]) -> tuple[T, T, T | None, T | None]:

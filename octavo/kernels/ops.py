@@ -73,6 +73,12 @@ def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     return scaled
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Returns gelu(x) [T, size], with the tanh approximation: the activation of an MLP without a gate."""
+    activated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).gelu(x)
+    return activated
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """Returns silu(gate) * up [T, size]. x: [T, 2 * size], gate then up"""
     gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).silu_and_mul(x)

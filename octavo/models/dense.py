@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from octavo.attention.backend import AttentionBackend, FewBackend, Rope
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.gates import Gate
 from octavo.kernels.ops import (
     few_linear,
     gate_and_mul,
@@ -142,7 +143,7 @@ def few_rows(layer: DenseLayer) -> int:
     attention, mlp = layer.attention, layer.mlp
     if isinstance(mlp, MLP):
         linears: tuple[Linear, ...] = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        known = mlp.gate_up.bias is None
+        known = mlp.gate_up.bias is None and mlp.gate is not None
     else:
         linears, known = (attention.qkv, attention.output, mlp.router), layer.mlp_norm is not None
     known &= all(isinstance(linear.scheme, (Unquantized, Packed, Fp8)) and linear.in_features <= MAX_HELD for linear in linears)
@@ -195,16 +196,16 @@ def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch
 def _gate_up(
     mlp: MLP, x: Tensor, residual: Tensor, norm: RMSNorm | None, after: RMSNorm | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    linear = mlp.gate_up
+    linear, gate = mlp.gate_up, cast(Gate, mlp.gate)
     if not _is_fused(linear, len(x)):
         x = x if after is None else after.alone(x)
         x, residual = _read(x if scale == 1 else x * scale, residual, norm)
         if isinstance(linear.scheme, Packed):
-            return packed_gate_up(x, cast(DeviceCodes, linear.codes), mlp.activation), residual
-        return gate_and_mul(linear.scheme.apply(linear, x), mlp.activation), residual
+            return packed_gate_up(x, cast(DeviceCodes, linear.codes), gate), residual
+        return gate_and_mul(linear.scheme.apply(linear, x), gate), residual
     weight, eps = _norm(norm)
     of_after, after_eps = _norm(after)
-    return gate_up(x, residual, weight, eps or after_eps, _parameters(linear)[0], of_after, scale, mlp.activation)
+    return gate_up(x, residual, weight, eps or after_eps, _parameters(linear)[0], of_after, scale, gate)
 
 
 def _linear(linear: Linear, x: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     layer, alike = model.layers[0], {replace(mixer, window=None, rope=None) for mixer in mixers}
     if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
         return None
+    if layer.mlp.activation == "gelu":
+        return None
     codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
     packed = {
         PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, *_table(form))

@@ -193,19 +193,17 @@ def test_groups_hold_each_row_once_and_pad_no_row_by_much_more_than_half() -> No
         assert group.length == group.context_len.max() <= group.context_len.min() * 1.5 + SLACK
 
 
-@pytest.mark.parametrize("field", [{"alibi": True}, {"role": "encoder"}])
 @pytest.mark.parametrize("name", ["cpu", "contiguous"])
-def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
-        load_backend(name)(replace(SPEC, **field))
+def test_what_a_backend_lacks_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*alibi"):
+        load_backend(name)(replace(SPEC, alibi=True))
 
 
 @pytest.mark.parametrize("name", ["triton", "contiguous"])
 def test_what_kernels_of_a_gpu_lack_is_refused_and_a_norm_over_all_heads_has_none_for_a_few_rows(name: str) -> None:
     backend = load_backend(name, on_device=True)
-    for field in ({"alibi": True}, {"role": "encoder"}):
-        with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
-            backend(replace(SPEC, **field))
+    with pytest.raises(ConfigError, match=f"{name}.*alibi"):
+        backend(replace(SPEC, alibi=True))
     others: list[dict[str, Any]] = [{}, {"sinks": True}, {"soft_cap": 30.0}, {"rotary_dim": 4}, {"rope": None}, {"qk_norm": "heads"}]
     spec = replace(SPEC, rope=RopeConfig())
     assert all(backend(replace(spec, **field)).few_rows > 0 for field in others)

@@ -56,6 +56,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Returns gelu(x), with the tanh approximation: the activation of an MLP without a gate."""
+    return F.gelu(x, approximate="tanh")
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """Returns silu(gate) * up [T, size], the gate of a SwiGLU MLP. x: [T, 2 * size], gate then up"""
     gate, up = x.chunk(2, dim=-1)
@@ -65,7 +70,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor) -> Tensor:
     """Returns gelu(gate) * up [T, size], with the tanh approximation of GELU. x: [T, 2 * size], gate then up"""
     gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return gelu(gate) * up
 
 
 def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
-from octavo.kernels.triton.step.activation import gate_and_mul, gelu_and_mul, silu_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul, gelu, gelu_and_mul, silu_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
@@ -114,6 +114,13 @@ def test_gates(dtype: torch.dtype, gate: Gate, device: str) -> None:
     assert_near(gate_and_mul(x, gate), plain_layer.gate_and_mul(x, gate))
     if gate == "geglu":
         assert torch.equal(gelu_and_mul(x), gate_and_mul(x, gate))
+
+
+@DTYPES
+def test_gelu_without_a_gate(dtype: torch.dtype, device: str) -> None:
+    x = random(device, dtype, 3, 1030) * 4
+    x[0, 0], x[1, 0] = -200, 200
+    assert_near(gelu(x), plain_layer.gelu(x))
 
 
 @pytest.mark.parametrize("size", [1, 40, 1030])
