@@ -47,7 +47,11 @@ class RowParallelLinear(Linear):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comm.all_reduce(self.scheme.apply(self, x))
+        return self.comm.all_reduce(self.of_rank(x))
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Returns the product with this rank's columns, which is not summed over ranks yet."""
+        return self.scheme.apply(self, x)
 
 
 class Embedding(nn.Module):
@@ -126,6 +130,9 @@ class LayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+Norm = RMSNorm | LayerNorm
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product. Without a gate: down(gelu(up(x)))."""
 
@@ -143,6 +150,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self._activated(x))
         return out
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Like `RowParallelLinear.of_rank`."""
+        return self.down.of_rank(self._activated(x))
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.gate == "swiglu":
