@@ -37,9 +37,10 @@ from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compile_process import NoGPU, find_jobs
-from octavo.worker.compilers import DRIVER, Wanted, kernel_shapes, variant
+from octavo.worker.compilers import DRIVER, Wanted, variant
 from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
+from octavo.worker.kernel_shapes import kernel_shapes
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
@@ -53,6 +54,14 @@ QWEN3 = DenseConfig(
     head_dim=64, max_position=LENGTH, norm=NormShape(1e-6), rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
     mlp_bias=False, qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
 )  # fmt: skip
+_COHERE2: dict[str, Any] = {
+    "norm": NormShape(1e-5, "layer"), "parallel": True, "windows": (64, None), "ropes": (RopeConfig(), None), "qk_norm": None,
+    "logit_scale": 0.25,
+}  # fmt: skip
+_BLOOM: dict[str, Any] = {
+    "norm": NormShape(1e-5, "layer", bias=True), "normed_embedding": True, "num_kv_heads": 4, "rope": None, "alibi": True, "qk_norm": None,
+    "activation": "gelu", "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+}  # fmt: skip
 MODELS = [
     (QWEN3, "bfloat16", ""),
     (replace(QWEN3, hidden_size=1024, qkv_bias=True), "bfloat16", "codes"),
@@ -60,6 +69,8 @@ MODELS = [
     (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=None, head_dim=48, tie_embeddings=False), "float32", ""),
     (replace(QWEN3, hidden_size=512, intermediate_size=1024), "bfloat16", "fp8 blocks"),
     (replace(QWEN3, qkv_bias=True), "bfloat16", "fp8 rows"),
+    (replace(QWEN3, architecture="Cohere2ForCausalLM", **_COHERE2), "bfloat16", ""),
+    (replace(QWEN3, architecture="BloomForCausalLM", **_BLOOM), "bfloat16", ""),
 ]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},

@@ -14,10 +14,12 @@ import pytest
 
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig
-from octavo.models.registry import describe
+from octavo.models.family import FAMILIES
+from octavo.models.registry import describe, read_config
 from octavo.policy.description import NormShape
 from octavo.worker import compilers, device
-from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
+from octavo.worker.compilers import Compilers, Wanted
+from octavo.worker.kernel_shapes import from_json, kernel_shapes
 from tests.support.no_cuda import build_no_cuda
 
 MODEL = DenseConfig(
@@ -28,8 +30,18 @@ MODEL = DenseConfig(
 )  # fmt: skip
 SHAPES = kernel_shapes(describe(MODEL), kept=[])
 assert SHAPES is not None
+RAW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 WANTED = Wanted(SHAPES, "bfloat16", block_size=16, max_len=64, layout="nhd", capability=90, processes=2)
 SLEEPS = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_is_wanted_reaches_the_other_process_whole(architecture: str) -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    raw = {"architectures": [architecture], **RAW, **moe, "text_config": RAW}
+    shapes = kernel_shapes(describe(read_config(raw, "a test")), kept=[])
+    wanted = Wanted(shapes, "bfloat16", block_size=16, max_len=64, layout="nhd", capability=90, processes=2) if shapes else WANTED
+    assert from_json(Wanted, json.loads(json.dumps(asdict(wanted)))) == wanted
 
 
 def started(monkeypatch: pytest.MonkeyPatch, program: str) -> Compilers:
