@@ -12,25 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from octavo.model_config import RopeConfig
-from octavo.models.dense_family import DenseConfig
 from octavo.models.family import FAMILIES
 from octavo.models.registry import describe, read_config
-from octavo.policy.description import NormShape
 from octavo.worker import compilers, device
 from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.kernel_shapes import from_json, kernel_shapes
 from tests.support.no_cuda import build_no_cuda
 
-MODEL = DenseConfig(
-    architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, max_position=64, norm=NormShape(1e-6), rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
-    mlp_bias=False,
-    qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
-)  # fmt: skip
+RAW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL = read_config({"architectures": ["Qwen3ForCausalLM"], **RAW, "vocab_size": 1000, "head_dim": 64}, "a test")
 SHAPES = kernel_shapes(describe(MODEL), kept=[])
 assert SHAPES is not None
-RAW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 WANTED = Wanted(SHAPES, "bfloat16", block_size=16, max_len=64, layout="nhd", capability=90, processes=2)
 SLEEPS = "import time; time.sleep(600)"
 
