@@ -172,7 +172,7 @@ class Bench:
         own, batch = layer.attention, self.batch
         norms = None if own.norms is None else (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
         place = batch.positions[0], batch.slots, batch.tables, batch.context_len
-        cache, spec, attend = batch.caches[own.layer], own.backend.spec, kernels.decode_attention_parts
+        cache, spec, attend = batch.caches[layer.layer], own.backend.spec, kernels.decode_attention_parts
         parts: tuple[Tensor, Tensor] = attend(
             qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], spec.scale, spec.window
         )
@@ -352,7 +352,7 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
         own = layer.attention
         norms = (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
         place = batch.positions[0], batch.slots, batch.tables, batch.context_len
-        cache = batch.caches[own.layer]
+        cache = batch.caches[layer.layer]
         return kernels.decode_attention_parts(qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], 0.1, None)
 
     parts = decode(model.layers[0])
