@@ -41,7 +41,7 @@ class RowGroup:
         """Returns each key's position minus the query's, [rows, num_query, length] float32. Layers share it."""
         if self._behind is None:
             query = self.context_len[:, None, None] - self.num_query + torch.arange(self.num_query)[:, None]
-            self._behind = (torch.arange(self.length) - query).float()
+            self._behind = torch.arange(self.length, dtype=torch.float32) - query.float()
         return self._behind
 
     def mask(self, window: int | None, dtype: torch.dtype, by_scores: bool = False) -> tuple[Tensor | None, bool]:

@@ -94,7 +94,9 @@ class ParallelLayer(nn.Module):
 
     def _both(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Ranks sum both results at once."""
-        return self.comm.all_reduce(self.attention.output.of_rank(mixed) + self.mlp.of_rank(x))
+        added = self.attention.output.of_rank(mixed)
+        del mixed  # freed before the MLP runs
+        return self.comm.all_reduce(added + self.mlp.of_rank(x))
 
 
 def build_norm(config: DenseConfig, shape: NormShape, dtype: torch.dtype) -> Norm:

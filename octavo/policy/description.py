@@ -138,8 +138,8 @@ class MLPShape:
 
     @property
     def gpu_token_numbers(self) -> int:
-        """Gate and up, and their product. For GELU, torch allocates the result in addition to them."""
-        return (3 if self.activation == "swiglu" else 4) * self.width
+        """Gate and up, and their product; for GELU, torch allocates the result in addition. Without a gate: up, and the result."""
+        return {"swiglu": 3, "gelu": 2}.get(self.activation, 4) * self.width
 
     @property
     def width(self) -> int:
