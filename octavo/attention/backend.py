@@ -50,8 +50,10 @@ class AttentionBackend(Protocol):
         qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
         """
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`: [heads]"""
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
+        """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`, `slopes` (of ALiBi): [heads]"""
 
 
 NewBackend = Callable[[AttentionSpec], AttentionBackend]  # makes the backend of a layer

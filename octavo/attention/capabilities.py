@@ -36,7 +36,7 @@ class Capabilities:
 
 
 BEFORE_THE_CACHE = frozenset({"no_rotation", "partial_rotation", "whole_norm"})  # `write_kv` of `kernels/ops.py` has them on every device
-ALL = BEFORE_THE_CACHE | {"window", "soft_cap", "sinks"}
+ALL = BEFORE_THE_CACHE | {"window", "soft_cap", "sinks", "alibi"}
 
 CPU = Capabilities(
     name="cpu",

@@ -36,8 +36,7 @@ class AttentionSpec:
     qk_norm: Literal["heads", "whole"] | None = None  # q and k are normed before the rotation: each head, or all heads together
     soft_cap: float | None = None
     sinks: bool = False
-    alibi: bool = False
-    role: Literal["decoder", "encoder", "cross"] = "decoder"
+    alibi: bool = False  # a score falls by the slope of its head (`alibi_slopes`) for each token between query and key
     context_ranks: int = 1  # ranks with the same k and v heads, each for some of the tokens, and with different q heads
 
     kind: ClassVar[str] = "attention"
@@ -53,10 +52,14 @@ class AttentionSpec:
             "partial_rotation": self.rope is not None and self.rotated < self.head_dim,
             "whole_norm": self.qk_norm == "whole",
             "alibi": self.alibi,
-            f"role={self.role}": self.role != "decoder",
             "context_parallel": self.context_ranks > 1,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def materialises_scores(self) -> bool:
+        """Whether the torch kernels compute scores one by one, instead of in a fused kernel."""
+        return self.soft_cap is not None or self.sinks or self.alibi
 
     @property
     def q_size(self) -> int:
@@ -80,6 +83,11 @@ class AttentionSpec:
     def rotated(self) -> int:
         """How many dimensions of a head are rotated, if there is a rotation."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def turned(self) -> int:
+        """How many dimensions of a head are rotated: none without a rotation."""
+        return 0 if self.rope is None else self.rotated
 
     @property
     def position_table(self) -> tuple[Hashable, int] | None:
@@ -116,11 +124,11 @@ class AttentionSpec:
         return max(load.tokens * rotate, attend + self._scores_bytes(load))
 
     def _scores_bytes(self, load: StepLoad) -> int:
-        """The bytes of attention that materialises scores (`kernels/reference/attention.py`), for a soft cap or sinks.
+        """The bytes of attention that materialises scores (`kernels/reference/attention.py`).
 
         For some queries at a time, but at least one of each row: scores, and a second copy for their sums; keys and values in float32.
         """
-        if self.soft_cap is None and not self.sinks:
+        if not self.materialises_scores:
             return 0
         scores = min(self.num_heads * load.tokens * load.context, max(SCORES, self.num_heads * load.gathered))
         return (2 * self.kv_size * load.gathered + 2 * scores) * FLOAT32
@@ -163,6 +171,18 @@ class AttentionSpec:
         if self.window is None:
             lines += rows * TEAM_LEVELS * self.num_heads
         return lines * (self.head_dim + 1) * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_LINE * WORD
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Returns the slope of each head of a model: powers of 2 ** (-8 / heads). If the heads are no power of two, the slopes of the next
+    lower one are followed by every other one of twice as many heads."""
+    low = 1 << num_heads.bit_length() - 1
+    between = _powers(2 * low)[::2]
+    return [*_powers(low), *between[: num_heads - low]]
+
+
+def _powers(heads: int) -> list[float]:
+    return [2.0 ** (-8 * head / heads) for head in range(1, heads + 1)]
 
 
 def kv_buffers(cache: Mapping[str, T]) -> tuple[T, T, T | None, T | None]:

@@ -56,8 +56,11 @@ def _on_gpu(first: Any) -> bool:
 
 rms_norm = by_device(layer.rms_norm, "step.norm")
 add_rms_norm = by_device(layer.add_rms_norm, "step.norm")
+layer_norm = by_device(layer.layer_norm, "step.layer_norm")
+add_layer_norm = by_device(layer.add_layer_norm, "step.layer_norm")
 norm_add = by_device(layer.norm_add, "step.norm")
 norm_add_norm = by_device(layer.norm_add_norm, "step.norm")
+gelu = by_device(layer.gelu, "step.activation")
 silu_and_mul = by_device(layer.silu_and_mul, "step.activation")
 gelu_and_mul = by_device(layer.gelu_and_mul, "step.activation")
 gate_and_mul = by_device(layer.gate_and_mul, "step.activation")
@@ -111,15 +114,18 @@ def paged_attention(
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: equal to those in the cache
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]: a score per head that takes part in the softmax but has no value
+    slopes: Tensor | None = None,  # [heads] float32: ALiBi, subtracted from a score for each token between query and key
 ) -> Tensor:
     """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
         read = tables, query_start, context_len
-        return attention.paged_attention(q, k_cache, v_cache, *read, scale, out, window, soft_cap=soft_cap, sinks=sinks)
+        return attention.paged_attention(
+            q, k_cache, v_cache, *read, scale, out, window, soft_cap=soft_cap, sinks=sinks, slopes=slopes
+        )
     kernels = _triton("attention.paged_attention")
     kernels.paged_attention(
         q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,
-        soft_cap=soft_cap, sinks=sinks,
+        soft_cap=soft_cap, sinks=sinks, slopes=slopes,
     )  # fmt: skip
     return out
 

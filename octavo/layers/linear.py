@@ -4,7 +4,8 @@
     MergedLinear       several projections of one x as one product; each is a named slice of the rows of W
     RowParallelLinear  its input may be split over ranks, whose results are summed
     Embedding, LMHead  the first and the last matrix of a model, which may be the same; ranks share the vocabulary
-    RMSNorm, MLP       the norm before or after a sub-layer; the gated MLP
+    RMSNorm, LayerNorm the norm before or after a sub-layer
+    MLP                with a gate or without
 
     qkv.weight   [ q: heads * head_dim rows | k: kv_heads * head_dim | v: kv_heads * head_dim ]
 """
@@ -14,8 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.gates import Gate
-from octavo.kernels.ops import add_rms_norm, gate_and_mul, rms_norm, scale_logits
+from octavo.kernels.gates import Activation
+from octavo.kernels.ops import add_layer_norm, add_rms_norm, gate_and_mul, gelu, layer_norm, rms_norm, scale_logits
 from octavo.layers.comm import Comm
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
@@ -46,7 +47,11 @@ class RowParallelLinear(Linear):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comm.all_reduce(self.scheme.apply(self, x))
+        return self.comm.all_reduce(self.of_rank(x))
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Returns the product with this rank's columns, which is not summed over ranks yet."""
+        return self.scheme.apply(self, x)
 
 
 class Embedding(nn.Module):
@@ -109,23 +114,48 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, eps: float, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.bias = empty_parameter(size, dtype=dtype) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds x to the residual stream. Returns the normed sum and the sum."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Returns x normed, without the stream."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
 class MLP(nn.Module):
-    """The gated MLP: down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product."""
+    """down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product. Without a gate: down(gelu(up(x)))."""
 
     def __init__(
-        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm, activation: Gate = "swiglu"
-    ) -> None:
+        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm,
+        activation: Activation = "swiglu",
+    ) -> None:  # fmt: skip
         super().__init__()
-        assert activation in ("swiglu", "geglu"), f"no MLP of kind {activation}"
-        self.activation = activation
-        self.gate_up = MergedLinear(hidden_size, {"gate": size, "up": size}, bias, scheme, dtype)
+        assert activation != "clamped", f"no MLP of kind {activation}"
+        self.gate = None if activation == "gelu" else activation
+        parts = {"up": size} if activation == "gelu" else {"gate": size, "up": size}
+        self.gate_up = MergedLinear(hidden_size, parts, bias, scheme, dtype)
         self.down = RowParallelLinear(size, hidden_size, bias, scheme, dtype, comm)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self._gated(x))
+        out: Tensor = self.down(self._activated(x))
         return out
 
-    def _gated(self, x: Tensor) -> Tensor:
-        if self.activation != "swiglu":
-            return gate_and_mul(self.gate_up(x), self.activation)
-        return self.gate_up.scheme.gated(self.gate_up, x)
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Like `RowParallelLinear.of_rank`."""
+        return self.down.of_rank(self._activated(x))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.gate == "swiglu":
+            return self.gate_up.scheme.gated(self.gate_up, x)
+        return gelu(self.gate_up(x)) if self.gate is None else gate_and_mul(self.gate_up(x), self.gate)

@@ -7,16 +7,17 @@ or capped. `models/dense.py` computes a model from the config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, cast
 
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import LoadError
-from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeConfig
+from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig
 from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import Activation, Experts, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Scores, Vector
+from octavo.models.row_order import Interleaved, RowOrder
+from octavo.policy.description import LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
 from octavo.policy.split import Shared
 
 MODEL = "octavo.models.dense:DenseModel"
@@ -51,73 +52,46 @@ PLAIN_RULES = Rules([*EMBEDDING_RULES, *NORM_RULES, *ATTENTION_RULES, *QK_NORM_R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(ModelConfig):
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: RopeConfig
+    layers: tuple[LayerShape, ...]
+    norm: NormShape  # of the layers, of the last hidden states, and of the embedding if that is normed
     qkv_bias: bool
     output_bias: bool  # bias of the attention output projection
     mlp_bias: bool
-    qk_norm: Literal["heads", "whole"] | None
-    windows: tuple[int | None, ...]  # per layer: sliding window in tokens; None: full attention
-    ropes: tuple[RopeConfig | None, ...] = ()  # per layer, if they differ; None: the layer has no rotation
-    rotary_dim: int | None = None  # the number of rotated dimensions at the start of a head; None: all
-    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    soft_cap: float | None = None
-    sinks: bool = False
-    norms: Literal["before", "after", "both"] = "before"
     wide_norms: bool = False  # norm weights are float32, and are applied before rounding
-    activation: Activation = "swiglu"
-    residual_scale: float = 1.0
+    normed_embedding: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    mixed: tuple[bool, ...] = ()  # per layer: whether its MLP is an MoE (`models/mixture_family.py`); empty: no layer's is
-    num_experts: int = 0
-    chosen_experts: int = 0  # per token
-    expert_size: int = 0  # inner width of one of them
-    shared_size: int = 0  # of the expert that all tokens pass through; 0: none
-    scores: Scores = "all"
-    normed_scores: bool = True
-    expert_ranks: int = 1  # in the config of a rank: the number of ranks that have whole experts
 
-    def rope_of(self, layer: int) -> RopeConfig | None:
-        return self.ropes[layer] if self.ropes else self.rope
+    def attention(self, layer: int = 0) -> AttentionSpec:
+        """All layers have the same heads."""
+        return cast(AttentionSpec, self.layers[layer].mixer)
 
-    def attention(self, layer: int) -> AttentionSpec:
-        return AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-            window=self.windows[layer],
-            rope=self.rope_of(layer),
-            rotary_dim=self.rotary_dim,
-            qk_norm=self.qk_norm,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            context_ranks=self.context_ranks,
-        )
 
-    def mlp(self, layer: int) -> MLPShape:
-        if not self.mixed or not self.mixed[layer]:
-            return MLPShape(self.intermediate_size, self.activation)
-        experts = Experts(self.num_experts, self.chosen_experts, self.scores, self.normed_scores, self.shared_size, self.expert_ranks)
-        return MLPShape(self.expert_size, self.activation, experts)
+def dense_config(given: Mapping[str, Any]) -> DenseConfig:
+    """Builds a config from values by name: fields of the config itself, and of every layer, its attention and its MLP.
 
-    def layer(self, layer: int) -> LayerShape:
-        return LayerShape(
-            self.attention(layer), self.mlp(layer), NormShape(self.norm_eps), norms=self.norms, residual_scale=self.residual_scale
-        )
+    Values that differ by layer are lists: `windows`, `ropes` and `mlps` (`MLPShape`), if given.
+    """
+    rest, count = {"scale": given["head_dim"] ** -0.5, **given}, given["num_layers"]
+    windows = rest.pop("windows", [None] * count)
+    ropes = rest.pop("ropes", [rest.pop("rope", None)] * count)
+    attention, mlp, layer, own = (_fields_of(kind, rest) for kind in (AttentionSpec, MLPShape, LayerShape, DenseConfig))
+    mlps = rest.pop("mlps", [MLPShape(**mlp)] * count)
+    assert not (unknown := rest.keys() - attention.keys() - mlp.keys() - layer.keys() - own.keys()), f"no part has {unknown}"
+    mixers = [AttentionSpec(**attention, window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True)]
+    return DenseConfig(**own, layers=tuple(LayerShape(*parts, **layer) for parts in zip(mixers, mlps, strict=True)))
+
+
+def _fields_of(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
 # -- reading a config.json
 
 
 def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Reads the fields of a plain decoder, by the keys that most families share. A family replaces those that differ."""
+    """Reads the values of a plain decoder for `dense_config`, by the keys that most families share. A family replaces those that differ."""
     heads = reader.integer("num_attention_heads", high=65536)
     kv_heads = reader.integer("num_key_value_heads", heads, high=65536)
     common = reader.common(architecture)
@@ -132,16 +106,14 @@ def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     bias = reader.flag("attention_bias", False)
     return {
         **common,
-        "intermediate_size": reader.integer("intermediate_size", high=2**22),
+        "inner": reader.integer("intermediate_size", high=2**22),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "norm_eps": reader.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
+        "norm": NormShape(reader.number("rms_norm_eps", 1e-6, *NORM_EPSILONS)),
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": reader.flag("mlp_bias", False),
-        "qk_norm": None,
-        "windows": (None,) * common["num_layers"],
     }
 
 
@@ -173,6 +145,16 @@ def read_layer_types(reader: ConfigReader, layers: int, slides: Callable[[int], 
     return types
 
 
+def read_rotated(reader: ConfigReader, parameters: Mapping[str, Any], head_dim: int) -> int:
+    """Returns how many dimensions of a head are rotated: `partial_rotary_factor` of them."""
+    key = "partial_rotary_factor"
+    inner = ConfigReader({key: parameters.get(key, reader.raw.get(key))}, reader.source)
+    rotated = int(head_dim * inner.number(key, 1.0, 0.0, 1.0) + 1e-6)  # the factor may be a quotient that was rounded down
+    if rotated < 2 or rotated % 2:
+        raise inner.fail(key, f"a part of head_dim {head_dim} that is an even number above 0")
+    return rotated
+
+
 def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, ...]:
     window = read_window(reader)
     return tuple(window if kind == SLIDING else None for kind in types)
@@ -182,9 +164,11 @@ def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, .
 
 
 def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
-    hidden, inner, bias = config.hidden_size, config.mlp(layer).inner, config.mlp_bias
+    hidden, mlp, bias = config.hidden_size, config.layers[layer].mlp, config.mlp_bias
+    inner = mlp.inner
+    parts = {"gate": inner, "up": inner} if mlp.gated else {"up": inner}
     return [
-        rules.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, bias, "rows", gated=True),
+        rules.matrix("gate_up", "layers.*.mlp.gate_up", parts, hidden, layer, bias, "rows", gated=mlp.gated),
         rules.matrix("down", "layers.*.mlp.down", hidden, inner, layer, bias, split="columns"),
     ]
 
@@ -196,16 +180,17 @@ def describe(
     numbers, tied, vocabulary = range(config.num_layers), config.tie_embeddings, (config.vocab_size, config.hidden_size)
     embedding = rules.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
     head = rules.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
-    last = vector("norm", "norm", config.hidden_size, wide=config.wide_norms)
+    norm = partial(vector, size=config.hidden_size, bias=config.norm.bias, wide=config.wide_norms)
+    first = [norm("embedding_norm", "embedding_norm")] if config.normed_embedding else []
     return ModelDescription(
         family=family,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_position=config.max_position,
-        norm=NormShape(config.norm_eps),
-        layers=tuple(config.layer(layer) for layer in numbers),
+        norm=config.norm,
+        layers=config.layers,
         matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
-        vectors=(*(one for layer in numbers for one in layer_vectors(config, layer)), last),
+        vectors=(*first, *(one for layer in numbers for one in layer_vectors(config, layer)), norm("norm", "norm")),
         lookup=None if tied else embedding,
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
@@ -223,40 +208,61 @@ def attention_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Ma
 
 
 def layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
+    shape = config.layers[layer]
     before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
-    names = {"before": before, "after": after, "both": before + after}[config.norms]
+    names = {"before": before[:1] if shape.parallel else before, "after": after, "both": before + after}[shape.norms]
     spec = config.attention(layer)
     heads = {} if spec.qk_norm is None else dict(zip(("q_norm", "k_norm"), spec.normed))
     sinks = [vector("sinks", "layers.*.attention.sinks", spec.num_heads, layer)] if spec.sinks else []
     return [
         *sinks,
-        *(vector(name, f"layers.*.{name}", config.hidden_size, layer, wide=config.wide_norms) for name in names),
+        *(vector(name, f"layers.*.{name}", config.hidden_size, layer, config.norm.bias, config.wide_norms) for name in names),
         *(vector(name, f"layers.*.attention.{name}", size, layer, wide=config.wide_norms) for name, size in heads.items()),
     ]
 
 
 def shared(config: DenseConfig) -> dict[str, Shared]:
+    spec = config.attention()
     return {
-        "num_heads": Shared("num_attention_heads", config.num_heads),
-        "num_kv_heads": Shared("num_key_value_heads", config.num_kv_heads, repeats=True),
-        "intermediate_size": Shared("intermediate_size", config.intermediate_size),
+        "num_heads": Shared("num_attention_heads", spec.num_heads),
+        "num_kv_heads": Shared("num_key_value_heads", spec.num_kv_heads, repeats=True),
+        "inner": Shared("intermediate_size", config.layers[0].mlp.inner),
     }
 
 
+def divided(config: DenseConfig, own: Mapping[str, int], context: int) -> DenseConfig:
+    """Returns the config of a rank. `own`: its numbers, by the names of `shared`"""
+
+    def of_rank(layer: LayerShape, spec: AttentionSpec) -> LayerShape:
+        spec = replace(spec, num_heads=own["num_heads"], num_kv_heads=own["num_kv_heads"], context_ranks=context)
+        return replace(layer, mixer=spec, mlp=divided_mlp(layer.mlp, own))
+
+    return replace(config, layers=tuple(of_rank(layer, config.attention(index)) for index, layer in enumerate(config.layers)))
+
+
+def divided_mlp(mlp: MLPShape, own: Mapping[str, int]) -> MLPShape:
+    if mlp.experts is None:
+        return replace(mlp, inner=own["inner"])
+    experts = replace(mlp.experts, shared_inner=own.get("shared_inner", 0))
+    return replace(mlp, inner=own.get("expert_inner", mlp.inner), experts=experts)
+
+
 def cut(config: DenseConfig, layers: range) -> DenseConfig:
-    own = slice(layers.start, layers.stop)
-    return replace(config, num_layers=len(layers), windows=config.windows[own], ropes=config.ropes[own], mixed=config.mixed[own])
+    return replace(config, num_layers=len(layers), layers=config.layers[layers.start : layers.stop])
 
 
 # -- GGUF files
 
 
-def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False) -> dict[str, Any]:
+def gguf_fields(
+    keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False, layer_norms: bool = False
+) -> dict[str, Any]:
     """Returns the keys of a config.json that most families share.
 
     `windowed`, `experts`: the family reads them itself, otherwise they are refused; `head_dim`: whole heads are rotated, which tells their
-    width
+    width; `layer_norms`: norms are layer norms
     """
+    epsilon = ("layer_norm_eps", "layer_norm_epsilon") if layer_norms else ("rms_norm_eps", "layer_norm_rms_epsilon")
     if not experts and keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
     context = keys.integer("context_length")
@@ -267,7 +273,7 @@ def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, e
         "intermediate_size": keys.integer("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        epsilon[0]: keys.number(f"attention.{epsilon[1]}"),
         "rope_parameters": keys.rope(),
         "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.shapes,
@@ -276,14 +282,30 @@ def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, e
     return config if width is None else {**config, "head_dim": width}
 
 
-def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, int]]:
+def gguf_rotated(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config.json for heads of which a part is rotated."""
+    head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // config["num_attention_heads"])
+    return {"head_dim": head_dim, "partial_rotary_factor": keys.integer("rope.dimension_count", head_dim) / head_dim}
+
+
+def interleaved_rows(config: DenseConfig) -> dict[str, RowOrder]:
+    """For `Family.orders`: q and k are in interleaved rotary order."""
+    (q, k), spec = (rule.checkpoint for rule in ATTENTION_RULES[:2]), config.attention()
+    return {q: Interleaved(spec.num_heads, spec.rotary_dim), k: Interleaved(spec.num_kv_heads, spec.rotary_dim)}
+
+
+def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]:
     """Returns the function for `GGUFForm`: in files of these architectures q and k are in interleaved rotary order."""
 
-    def heads(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
-        there = architecture in architectures
-        return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if there else {}
+    def orders(architecture: str, config: Mapping[str, Any]) -> Mapping[str, RowOrder]:
+        if architecture not in architectures:
+            return {}
+        factor = config.get("partial_rotary_factor")
+        rotated = None if factor is None else round(config["head_dim"] * factor)
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        return {word: Interleaved(count, rotated) for word, count in heads.items()}
 
-    return heads
+    return orders
 
 
 def dense_family(
@@ -293,7 +315,8 @@ def dense_family(
     gguf: GGUFForm,
     rules: Rules = PLAIN_RULES,
     unshared: str | None = None,
+    orders: Callable[[DenseConfig], Mapping[str, RowOrder]] | None = None,
 ) -> Family:
     """Returns a family of decoders without experts. `unshared`: why its matrices cannot be split among ranks, if so"""
-    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, cut=cut)
+    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, divided, cut=cut, orders=orders)
     return family if unshared is None else replace(family, shared=None, unshared=unshared)

@@ -1,7 +1,7 @@
 """The peak memory of a step beyond weights, cache and rows: computed from shapes, measured in `tests/engine/test_memory.py`.
 
     forward    the residual stream, and the largest part of a layer: its mixer (`attention/spec.py`) or its MLP;
-               masks live for the whole step, and so do the logits of the previous step
+               masks and distances live for the whole step, and so do the logits of the previous step
     a product  on ARM, where torch first copies the matrix into another layout
     sampling   logits [rows, vocab] float32, and the sampler's copies of them
 
@@ -45,25 +45,28 @@ def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: 
     stream = 4 * model.hidden_size * item  # input and sum, before and after the norm
     windows = {layer.mixer.window for layer in model.kinds if "context_parallel" not in layer.mixer.features}  # those build no mask
     masks = {None if window is None or window >= load.context else window for window in windows}  # one each, for the whole step
+    distances = FLOAT32 if any("alibi" in layer.mixer.features for layer in model.kinds) else 0
     layers = max(_layer_bytes(layer, model.hidden_size, dtype, cache_dtype, load) for layer in model.kinds)
-    return load.tokens * stream + len(masks) * load.tokens * load.context * item + layers
+    return load.tokens * stream + load.tokens * load.context * (len(masks) * item + distances) + layers
 
 
 def _layer_bytes(layer: LayerShape, hidden: int, dtype: str, cache_dtype: str, load: StepLoad) -> int:
     mlp = _mlp_bytes(layer.mlp, hidden, ITEM_BYTES[dtype], load.tokens)
     mixer = layer.mixer.step_bytes(load, dtype, cache_dtype)
-    return mixer + mlp if layer.parallel else max(mixer, mlp, _after_bytes(layer, hidden, ITEM_BYTES[dtype], load))
+    if layer.parallel:
+        mlp += load.tokens * hidden * ITEM_BYTES[dtype]  # the result of the mixer
+    return max(mixer, mlp, _after_bytes(layer, hidden, ITEM_BYTES[dtype], load))
 
 
 def _mlp_bytes(mlp: MLPShape, hidden: int, item: int, tokens: int) -> int:
-    """At the peak: gate and up, silu, their product.
+    """At the peak: gate and up, silu, their product. Without a gate: up, and the result.
 
     Experts are computed one after the other. In the worst case every token chooses the largest one. In addition there are the rows it
     reads, the result of the previous expert, the float32 sum of all results, the logits, and the positions and weights of all choices.
     The shared expert is computed after the others.
     """
     if mlp.experts is None:
-        return tokens * 4 * mlp.inner * item
+        return tokens * (4 if mlp.gated else 2) * mlp.inner * item
     chosen, choices = item * (2 * hidden + 4 * mlp.inner) + FLOAT32 * hidden, mlp.experts.chosen * CHOICE_BYTES + mlp.experts.count * item
     return tokens * (max(chosen, item * (hidden + 4 * mlp.experts.shared_inner)) + choices)
 

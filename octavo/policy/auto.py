@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from octavo.config import EngineConfig, ResolvedConfig
-from octavo.errors import ConfigError
 from octavo.log import logger
 from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import graph_refusal

@@ -44,7 +44,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    name: str  # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm
+    name: str  # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm, embedding_norm
     module: str  # layers.3.attention_norm
     size: int
     layer: int | None = None
@@ -107,7 +107,8 @@ class MixerSpec(Protocol):
 
 
 EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are the matrices of all experts in sequence
-Activation = Literal["swiglu", "geglu", "clamped"]  # silu(gate) * up, tanh-gelu(gate) * up, or as in gpt-oss: both clamped
+# silu(gate) * up, tanh-gelu(gate) * up, as in gpt-oss: both clamped, or tanh-gelu(up) without a gate
+Activation = Literal["swiglu", "geglu", "clamped", "gelu"]
 Scores = Literal["all", "chosen"]  # softmax over the logits of all experts, or over those of the chosen ones
 
 
@@ -135,9 +136,14 @@ class MLPShape:
     experts: Experts | None = None
 
     @property
+    def gated(self) -> bool:
+        """Whether the first product has a gate beside `up`. If not, its matrix `gate_up` has the part `up` alone."""
+        return self.activation != "gelu"
+
+    @property
     def gpu_token_numbers(self) -> int:
-        """Gate and up, and their product. For GELU, torch allocates the result in addition to them."""
-        return (3 if self.activation == "swiglu" else 4) * self.width
+        """Gate and up, and their product; for GELU, torch allocates the result in addition. Without a gate: up, and the result."""
+        return {"swiglu": 3, "gelu": 2}.get(self.activation, 4) * self.width
 
     @property
     def width(self) -> int:
@@ -147,8 +153,11 @@ class MLPShape:
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
+    """A norm of rows: x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight + bias."""
+
     eps: float
-    kind: str = "rms"
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +165,7 @@ class LayerShape:
     mixer: MixerSpec
     mlp: MLPShape
     norm: NormShape
-    parallel: bool = False  # mixer and MLP read the same input; otherwise a norm and the mixer, then a norm and the MLP
+    parallel: bool = False  # mixer and MLP read the same normed input, and both are added: there is no mlp_norm
     norms: Literal["before", "after", "both"] = "before"  # position: before a sub-layer, after it (its output is normed), or both
     residual_scale: float = 1.0  # factor on the output of a sub-layer before it is added to the residual stream
 
@@ -168,6 +177,7 @@ class LayerShape:
             "has a mixture of experts": self.mlp.experts is not None,
             f"has an MLP of kind {self.mlp.activation}": self.mlp.activation != "swiglu",
             f"has norms of kind {self.norm.kind}": self.norm.kind != "rms",
+            "has norms with biases": self.norm.bias,
             f"has norms {self.norms} its sub-layers": self.norms != "before",
             f"scales what it adds by {self.residual_scale:g}": self.residual_scale != 1,
         }
@@ -180,7 +190,7 @@ class ModelDescription:
     vocab_size: int
     hidden_size: int
     max_position: int
-    norm: NormShape  # the final one
+    norm: NormShape  # the final one, and that of the embedding if there is a vector embedding_norm
     layers: tuple[LayerShape, ...]
     matrices: tuple[Matrix, ...]  # in the order in which they are loaded
     vectors: tuple[Vector, ...]
@@ -210,6 +220,10 @@ class ModelDescription:
                 numbers = matrix.numbers + (matrix.rows if matrix.bias else 0)
                 idle += numbers - min(numbers * experts.chosen // experts.held, numbers)
         return self.num_parameters - idle
+
+    @property
+    def normed_embedding(self) -> bool:
+        return any(vector.name == "embedding_norm" for vector in self.vectors)
 
     @cached_property
     def vector_numbers(self) -> int:
@@ -241,6 +255,7 @@ class ModelDescription:
             f"the last norm is of kind {self.norm.kind}": self.norm.kind != "rms",
             f"its {wide} is kept in float32": wide is not None,
             f"its embedding is scaled by {self.embedding_scale:g}": self.embedding_scale != 1,
+            "its embedding is normed": self.normed_embedding,
             f"its logits are scaled by {self.logit_scale:g}": self.logit_scale != 1,
             f"its logits are capped at {self.logit_cap}": self.logit_cap is not None,
         }

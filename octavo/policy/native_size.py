@@ -26,6 +26,8 @@ def native_refusal(model: ModelDescription) -> str | None:
     for layer, index in model.kinds.items():
         if (difference := _unknown(layer)) is not None:
             return f"layer {index} {difference}"
+    if model.normed_embedding:
+        return "its embedding is normed"
     norms = {layer.norm for layer in model.kinds} | {model.norm}
     return None if norms == {NormShape(model.norm.eps)} else "its norms are not RMS norms of one epsilon"
 

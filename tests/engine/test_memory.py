@@ -314,6 +314,9 @@ STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "gathered keys": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
     "gathered codes": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
     "capped scores": ({"intermediate_size": 64, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 8192}, 1, 1024, 1, 1024, {}),
+    "parallel sub-layers": ({"architectures": ["CohereForCausalLM"]}, 1, 1024, 1, 1024, {}),
+    "sloped scores": ({"intermediate_size": 64, "architectures": ["BloomForCausalLM"], "head_dim": None}, 1, 1024, 1, 1024, {}),
+    "no gate": ({"intermediate_size": 2048, "architectures": ["BloomForCausalLM"], "head_dim": None}, 16, 64, 1, 1024, {}),
     "one expert": (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []}, 1, 1024, 1, 1024, {}),
     "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
 }
@@ -367,7 +370,8 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=tokens, ignore_eos=True)
         llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
     shape = model_shape(str(tmp_path))
-    load = StepLoad(min(step, requests * prompt), requests, prompt if largest in ("a mask", "capped scores") else 1, requests * length)
+    context = prompt if largest in ("a mask", "capped scores", "sloped scores") else 1
+    load = StepLoad(min(step, requests * prompt), requests, context, requests * length)
     head = torch.empty(shape.model.vocab_size, shape.model.hidden_size)
     copied = peak_bytes(lambda: torch.nn.functional.linear(head[:requests], head)) > head.nbytes  # not if room is left of an earlier one
     counted = step_bytes(shape.model, dtype, shape.needs(dtype, kv_cache_dtype=cache).kv_cache_dtype, load, is_arm() and copied)

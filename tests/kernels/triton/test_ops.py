@@ -11,8 +11,9 @@ from octavo.kernels import ops
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
-from octavo.kernels.triton.step.activation import gate_and_mul, gelu_and_mul, silu_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul, gelu, gelu_and_mul, silu_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
+from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from octavo.kernels.triton.step.write_kv import write_kv
@@ -81,6 +82,18 @@ def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
     assert torch.equal(got[1], exact[1])
 
 
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "bare"])
+@pytest.mark.parametrize("size", [1, 48, 1025])
+@DTYPES
+def test_layer_norms(dtype: torch.dtype, size: int, biased: bool, device: str) -> None:
+    x, residual = random(device, dtype, 3, size) + 7, random(device, dtype, 3, size) * 3
+    weight, bias = random(device, dtype, size), random(device, dtype, size) if biased else None
+    got, exact = add_layer_norm(x, residual, weight, bias, 1e-5), plain_layer.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert_near(got[0], exact[0])
+    assert torch.equal(got[1], exact[1])
+    assert_near(layer_norm(x, weight, bias, 1e-5), torch.nn.functional.layer_norm(x, (size,), weight, bias, 1e-5))
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("wide", [True, False], ids=["wide", "same"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -118,6 +131,13 @@ def test_gates(dtype: torch.dtype, gate: Gate, device: str) -> None:
     assert_near(gate_and_mul(x, gate), plain_layer.gate_and_mul(x, gate))
     if gate == "geglu":
         assert torch.equal(gelu_and_mul(x), gate_and_mul(x, gate))
+
+
+@DTYPES
+def test_gelu_without_a_gate(dtype: torch.dtype, device: str) -> None:
+    x = random(device, dtype, 3, 1030) * 4
+    x[0, 0], x[1, 0] = -200, 200
+    assert_near(gelu(x), plain_layer.gelu(x))
 
 
 @pytest.mark.parametrize("size", [1, 40, 1030])

@@ -1,4 +1,4 @@
-"""The gate of an MLP, one tile of a row per program: silu(gate) * up, gelu(gate) * up, or the clamped gate of gpt-oss."""
+"""The activation of an MLP, one tile of a row per program: silu(gate) * up, gelu(gate) * up, the clamped gate of gpt-oss, or gelu(up)."""
 
 import torch
 import triton
@@ -15,14 +15,19 @@ TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 
 
 @triton.jit
+def tanh_gelu(x):
+    """x * (1 + tanh(z)) / 2, which is x * sigmoid(2 z)."""
+    return x / (1 + tl.exp(-TWICE_ROOT * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
 def gated(gate, up, kind: tl.constexpr, GATE: tl.constexpr):
     """Gates two float32 tiles, rounded to `kind` before and after the product, as torch does; the clamped gate only after it."""
     if GATE == CLAMPED:
         low = tl.minimum(gate, LIMIT)
         result = (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1) * (low / (1 + tl.exp(-SLOPE * low)))
-    elif GATE == GEGLU:  # gate * (1 + tanh(z)) / 2 is gate * sigmoid(2 z)
-        opened = gate / (1 + tl.exp(-TWICE_ROOT * (gate + 0.044715 * gate * gate * gate)))
-        result = opened.to(kind).to(tl.float32) * up
+    elif GATE == GEGLU:
+        result = tanh_gelu(gate).to(kind).to(tl.float32) * up
     else:
         tl.static_assert(GATE == SWIGLU)
         result = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * up
@@ -38,6 +43,27 @@ def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, GATE: tl.constexpr
     gate = tl.load(x + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + column, gated(gate, up, x.dtype.element_ty, GATE), mask=inside)
+
+
+@triton.jit
+def gelu_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < SIZE
+    wait(PDL)
+    numbers = tl.load(x + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, tanh_gelu(numbers).to(x.dtype.element_ty), mask=inside)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x [T, size] -> gelu(x), with the tanh approximation."""
+    assert x.is_contiguous()
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    if rows:
+        pdl = use_pdl()
+        gelu_rows[(rows, triton.cdiv(size, TILE))](x, out, SIZE=size, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    return out
 
 
 def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
