@@ -94,7 +94,7 @@ class MadeUp:
 
 
 def _entries(plan: StepPlan) -> Iterator[tuple[int, bool]]:
-    return zip(plan.seq_id, plan.samples)
+    return zip(plan.seq_id, plan.outputs)
 
 
 class Engine:

@@ -300,17 +300,17 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
 
 
 def edit_logits(
-    logits: Tensor,  # [P, V]
-    entries: list[int],  # which rows of logits
+    logits: Tensor,  # [S, V]
+    outputs: list[int],  # which rows of logits
     rows: list[int],  # the table row of each
+    positions: list[int],  # of the id to sample: only the ids before it count
     edits: list[Edits],  # the edits of each: packed, on the GPU; else unpacked (`kernels/logit_edits.py`)
     token_ids: Tensor,  # [rows, positions]
-    num_tokens: Tensor,  # [rows], including the provisional one
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """Returns the logits of these scheduled rows after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
+    """Returns the logits of these outputs after allowed ids, bans, bias and penalties, [len(outputs), V] float32."""
     kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_sampling
-    scores: Tensor = kernels.edit_logits(logits, entries, rows, edits, token_ids, num_tokens, num_prompt)
+    scores: Tensor = kernels.edit_logits(logits, outputs, rows, positions, edits, token_ids, num_prompt)
     return scores
 
 
@@ -328,11 +328,20 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
+    """Appends the sampled ids to their rows, except to rows with drafts, whose ids `accept` appends.
 
-    states: of all tokens [T, any size]; hidden: of the last token of each scheduled row [entries, size], which may be the same tensor
+    states: of all tokens [T, any size]; hidden: of each output [S, size], which may be the same tensor
+    result [S]: the id of each output, 0 if none is sampled, -1 if states of its row are not finite
     """
     (_triton("step.rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, states, hidden, result)
+
+
+def accept(words: Tensor, layout: RowLayout, drafted: Tensor, ids: Tensor) -> None:
+    """Appends ids to rows that contain their drafts already: a draft is accepted while it is the id sampled before it, then one id more.
+
+    drafted [N, 4] int32: table row, position of the first id, its output, number of drafts. ids: of each output, [S]
+    """
+    (_triton("step.rows") if words.is_cuda else reference_rows).accept(words, layout, drafted, ids)
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

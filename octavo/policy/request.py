@@ -15,7 +15,7 @@ from enum import Enum
 from math import inf
 from operator import attrgetter
 
-from octavo.messages import AddRequest, Ending, LifeRecord, NoiseKey, RowWrite, StepPlan
+from octavo.messages import AddRequest, Ending, LifeRecord, NoiseKey, RowWrite
 from octavo.policy.beam import num_candidates
 from octavo.policy.block_pool import BlockKey
 
@@ -178,9 +178,3 @@ class Sequence:
 
 
 policy_key = attrgetter("key")  # sorts sequences in policy order
-
-
-def prompt_positions(plan: StepPlan, planned: list[Sequence]) -> int:
-    """Returns how many prompt positions a plan has computed."""
-    ends = (start + count for start, count in zip(plan.start, plan.num_query))
-    return sum(max(0, min(end, seq.request.num_prompt) - start) for seq, start, end in zip(planned, plan.start, ends, strict=True))

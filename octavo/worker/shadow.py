@@ -324,9 +324,10 @@ class ShadowedProgram:
         if forward is None or seen is None:
             return None
         hidden, logits = seen
-        used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
-        count = entries if len(forward.hidden) == shape.entries else used
-        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (hidden[:count], logits[:entries]))
+        used = int(forward.step.query_start[-1])  # the rest is padding
+        outputs = int(forward.step.first_output[int((forward.step.row >= 0).sum())])
+        count = outputs if len(forward.hidden) == shape.outputs else used
+        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:outputs]), (hidden[:count], logits[:outputs]))
         return forward
 
 

@@ -61,9 +61,9 @@ def step_of(batch: ForwardBatch) -> StepTensors:
     words = [tensor.int() for tensor in (batch.query_start, batch.rows, batch.context_len)]
     query_start, row, context_len = words
     return StepTensors(
-        entries=row, query_start=query_start, row=row, start=row, samples=row, token_ids=batch.token_ids, positions=batch.positions[0],
-        slots=batch.slots[None], context_len=context_len, tables=batch.tables.int()[None], sample_index=batch.sample_index,
-        temperature=row, noise=row, draw_positions=row,
+        entries=row, query_start=query_start, row=row, start=row, outputs=row, first_output=query_start, token_ids=batch.token_ids,
+        positions=batch.positions[0], slots=batch.slots[None], context_len=context_len, tables=batch.tables.int()[None],
+        sample_index=batch.sample_index, temperature=row, noise=row, draw_positions=row,
     )  # fmt: skip
 
 

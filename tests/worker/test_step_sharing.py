@@ -10,7 +10,7 @@ import torch
 
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.shared_keys import FREE, NOTHING
-from octavo.kernels.step_tensors import ALIGNED, StepMemory
+from octavo.kernels.step_tensors import ALIGNED, PARTS, StepMemory
 from octavo.kernels.team_words import LINE, team_words
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.policy.gpu_size import gpu_row_bytes
@@ -69,5 +69,5 @@ def test_the_plan_of_a_gpu_counts_all_words_of_rows_steps_and_groups(groups: int
     words += [RequestTable(rows, layout, CPU).words, StepTeams(groups, rows, 4, 1, CPU).words]
     model: Any = SimpleNamespace(position_numbers=0)
     planned = gpu_row_bytes(model, rows, tokens, max_len, groups, blocks)
-    more = 4 * ALIGNED + groups * LINE  # that do not depend on the size of a step: the parts of the entries, the headers of the groups
+    more = PARTS * ALIGNED + groups * LINE  # that do not depend on the size of a step: the parts of the entries, the headers of the groups
     assert sum(each.nbytes for each in words) == planned + 4 * more
