@@ -177,7 +177,7 @@ class Scheduler:
             if turns > 1 and not seq.has_turn(self.step, turns):
                 continue
             if count <= 1:
-                if count == 0 or share == 0:
+                if count <= 0 or share == 0:
                     continue  # waits for its result, or for the next plan
                 share -= 1
             else:
