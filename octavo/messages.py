@@ -217,6 +217,7 @@ class AddRequest:
     outputs: dict[int, list[int]] | None = None  # the request began elsewhere: sample -> its tokens so far, for all that have not ended
     beams: Beams | None = None
     pin: PinOrder | None = None
+    extras: dict[int, bytes] = field(default_factory=dict)  # link of the prompt -> what its digest covers besides its tokens
 
 
 @dataclass(frozen=True, slots=True)

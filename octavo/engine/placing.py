@@ -89,7 +89,9 @@ class Placing:
             return None
         if self._by_prefix and not trip.blocks and trip.request.params.prompt_logprobs is None:
             request = trip.request
-            trip.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, self._routing.block_size)
+            trip.blocks = self._digests.of_prompt(
+                request.prompt_token_ids, request.cache_salt, self._routing.block_size, request.extras
+            )
         trip.choice = self._routing.choose(trip.blocks, len(trip.request.prompt_token_ids), ready)
         return replicas[trip.choice.engine]
 

@@ -74,7 +74,7 @@ class Request:
         self.engine_seed = engine_seed
         self.noise_number = arrival if message.noise is None else message.noise
         self.life = LifeRecord(queued)
-        self.extras: dict[int, bytes] = {}  # link -> additional bytes that its digest covers besides its tokens
+        self.extras = message.extras  # link -> additional bytes that its digest covers besides its tokens
         self.held = False  # must not be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have created them
