@@ -141,7 +141,7 @@ class Asking:
     def __init__(self, rows: int, vocab: int, length: int) -> None:
         generator = torch.Generator().manual_seed(3)
         self.token_ids = torch.randint(0, min(vocab, 3 * length), (rows, length + 1), generator=generator).int()
-        self.num_tokens, self.num_prompt = torch.full((rows,), length + 1).int(), torch.full((rows,), length // 2).int()
+        self.num_prompt, self.positions = torch.full((rows,), length // 2).int(), [length] * rows
         params = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.3, min_tokens=length, max_tokens=None)
         some = SamplingParams(allowed_token_ids=list(range(5, vocab, 7)), logit_bias={5: 2.0, 12: -1.5, 13: 9.0}, frequency_penalty=0.5)
         words = [[int(self.token_ids[0, length - 1]), 9], [11]]
@@ -151,10 +151,9 @@ class Asking:
     def edit_logits(self, logits: Tensor, kernel: Callable[..., Tensor], device: str) -> Callable[[], Tensor]:
         every = list(range(len(self.packed)))
         step = len(self.token_ids[0])
-        words = torch.stack([self.token_ids, self.num_tokens[:, None].expand(-1, step), self.num_prompt[:, None].expand(-1, step)])
-        token_ids, num_tokens, num_prompt = words.contiguous().to(device)
+        token_ids, num_prompt = torch.stack([self.token_ids, self.num_prompt[:, None].expand(-1, step)]).contiguous().to(device)
         edits = [unpack(one) if kernel is plain_sampling.edit_logits else torch.from_numpy(one).to(device) for one in self.packed]
-        return lambda: kernel(logits, every, every, edits, token_ids, num_tokens[:, 0], num_prompt[:, 0])
+        return lambda: kernel(logits, every, every, self.positions, edits, token_ids, num_prompt[:, 0])
 
 
 def check_edits(vocab: int, dtype: torch.dtype, rows: int, length: int) -> str:

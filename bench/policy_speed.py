@@ -53,7 +53,7 @@ def measure(aligned: bool, depth: int, steps: int = 400, clock: Callable[[], flo
         if len(launched) < depth:
             continue
         plan = launched.pop(0)
-        result = StepResult(plan.step, [[plan.step % 1000 + 7] if samples else [] for samples in plan.samples])
+        result = StepResult(plan.step, [[plan.step % 1000 + 7] if outputs else [] for outputs in plan.outputs])
         start = clock()
         scheduler.update(plan, result)
         took += clock() - start
@@ -67,7 +67,7 @@ def _step(scheduler: Scheduler, clock: Callable[[], float]) -> tuple[float, floa
     start = clock()
     plan = scheduler.schedule()
     scheduled = clock() - start
-    result = StepResult(plan.step, [[plan.step % 1000 + 7] if samples else [] for samples in plan.samples])
+    result = StepResult(plan.step, [[plan.step % 1000 + 7] if outputs else [] for outputs in plan.outputs])
     start = clock()
     deltas = scheduler.update(plan, result)
     return scheduled, scheduled + clock() - start, [delta.request_id for delta in deltas if delta.token_ids]

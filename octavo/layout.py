@@ -17,7 +17,7 @@ ROW_HEAD = 8
 NOISE_WORDS = 4  # key, key, stream, high
 
 # words of a step (`kernels/step_tensors.py`)
-ENTRY_WORDS = 8 + NOISE_WORDS  # of a scheduled row: an index of two words, six fields of one, the noise key
+ENTRY_WORDS = 9 + NOISE_WORDS  # of a scheduled row: an index of two words, seven fields of one, the noise key
 LENGTH_WORDS = 1  # of a scheduled row, for each cache group, besides its block table
 TOKEN_WORDS = 4  # id and position
 SLOT_WORDS = 2  # of a token, for each cache group

@@ -5,7 +5,9 @@ All of it is plain data (ids and numbers, never live objects), so that it can cr
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from octavo.sampling_params import SamplingParams
@@ -69,6 +71,9 @@ class StepPlan:
     is meaningless. Its last id is computed again, because a token is sampled after it.
     A new block may be the null block: then the entry is out of its group's window and is never read again, and its previous block may
     belong to another row from this plan on.
+    Drafts are ids that may come next. They are computed at the positions after the row's last id, so `num_query` counts them. Output i of
+    a row is sampled after its draft i, and draft i + 1 is accepted if it is the id sampled there; so drafts never change a text. The cache
+    slots of rejected drafts are written again by the row's next plan, which starts at the first of them.
     """
 
     step: int
@@ -76,15 +81,26 @@ class StepPlan:
     seq_id: list[int] = field(default_factory=list)
     start: list[int] = field(default_factory=list)  # first position computed
     num_query: list[int] = field(default_factory=list)  # how many
-    samples: list[bool] = field(default_factory=list)  # whether a token is sampled after the last of them
+    outputs: list[int] = field(default_factory=list)  # sampled from how many logits: none, or one after its last id and each of its drafts
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # entry -> its drafts, if it has any
     new_blocks: list[tuple[int, int, int, int]] = field(default_factory=list)  # (row, cache group, index in that table, block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, fresh block)
     row_writes: list[RowWrite] = field(default_factory=list)
     row_forks: list[RowFork] = field(default_factory=list)
     lengths: list[tuple[int, int]] = field(default_factory=list)  # (row, ids it keeps)
     last_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, id that replaces its last one)
-    mask_rows: list[int] = field(default_factory=list)  # entries whose token is sampled with a grammar mask
+    mask_rows: list[int] = field(default_factory=list)  # entries with a grammar: each of their outputs is sampled with a mask
     group_lengths: dict[int, list[int]] = field(default_factory=dict)  # cache group -> of each entry, if not all positions to its end
+
+    def sampled_position(self, entry: int) -> int:
+        """Returns the position of the id that an entry's first output samples."""
+        return self.start[entry] + self.num_query[entry] - len(self.drafts.get(entry, ()))
+
+    def first_outputs(self) -> Sequence[int]:
+        """Returns where the outputs of each entry begin, and their end. Logits are also computed after entries that sample nothing."""
+        if not self.drafts:
+            return range(len(self.row) + 1)
+        return [0, *accumulate(max(count, 1) for count in self.outputs)]
 
     @property
     def is_empty(self) -> bool:
@@ -114,8 +130,8 @@ class StepResult:
     """The result of a plan; its lists are parallel to the plan's entries."""
 
     step: int
-    tokens: list[list[int]]  # [] if nothing was sampled; otherwise one or several consecutive ids
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # entry -> of each of its ids, if requested
+    tokens: list[list[int]]  # [] if nothing was sampled; otherwise the accepted drafts and one id more
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # entry -> if requested, of its ids and maybe of further outputs
     prompt_logprobs: dict[int, PromptPiece] = field(default_factory=dict)  # entry -> if requested
     bad_rows: list[int] = field(default_factory=list)  # entries whose hidden states were not finite
 
@@ -202,6 +218,7 @@ class AddRequest:
     outputs: dict[int, list[int]] | None = None  # the request began elsewhere: sample -> its tokens so far, for all that have not ended
     beams: Beams | None = None
     pin: PinOrder | None = None
+    extras: dict[int, bytes] = field(default_factory=dict)  # link of the prompt -> what its digest covers besides its tokens
 
 
 @dataclass(frozen=True, slots=True)

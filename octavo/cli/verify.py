@@ -97,6 +97,7 @@ def verified_lines(results: "Sequence[Verified]") -> list[list[str]]:
         ("prompt tokens from the cache", [r.cached_tokens for r in results]),
         ("preemptions", [r.preemptions for r in results]),
         ("sequences forked", [r.compared.forks for r in results]),
+        ("slots of rejected drafts", [r.compared.rejected for r in results]),
         ("blocks allocated", [r.pool.taken for r in results]),
         ("blocks shared", [r.pool.shared for r in results]),
         ("blocks copied on write", [r.compared.copies for r in results]),

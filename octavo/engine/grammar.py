@@ -3,7 +3,8 @@
     add      compiles the grammar in a thread; the request is held back meanwhile, and others pass it
     collect  if compiled: the request may run, and each sample gets a matcher. If failed or too late: the request ends with an error
     advance  passes the tokens of an update to the matchers; a text that is complete ends with "stop"
-    fill     fills the masks of a plan's rows while its forward runs; a row without a possible next token ends only its own request
+    fill     fills the masks of a plan's rows while its forward runs; a row without a possible next token ends only its own request.
+             A row with drafts has a mask after each of them, from a copy of its matcher that is advanced over the drafts
 
 Matchers are state of the host. Preemption does not change them. Samples are forked before their first token, and each starts with a
 copy of the compiled grammar, made when the sample's first mask is due. A grammar whose masks take too long fails at the first of
@@ -14,9 +15,10 @@ llguidance is loaded only when a request asks for a grammar.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -188,22 +190,44 @@ class Grammars:
             self._guided.pop(name, None)
 
     def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
-        """Returns the masks of the plan's masked rows, [mask_rows, words], and the ends of rows that have no possible next token."""
+        """Returns the masks of the plan's masked rows, [outputs, words], and the ends of rows that have no possible next token.
+
+        A mask allows nothing after a draft that the grammar does not allow, or where the text cannot go on: the draft is not accepted.
+        """
         if not plan.mask_rows:
             return None, []
         assert self._guide is not None
         guide, running = self._guide.result(), {seq.seq_id: seq for seq in scheduler.running}
-        masks = np.full((len(plan.mask_rows), guide.num_words), -1, np.int32)  # finished rows are unconstrained
-        live = [(row, seq) for row, entry in enumerate(plan.mask_rows) if (seq := running.get(plan.seq_id[entry])) is not None]
-        matchers = [(row, self._guided[seq.request.request_id].matcher(seq.index)) for row, seq in live]
-        guide.fill(matchers, masks)
+        first = [0, *accumulate(plan.outputs[entry] for entry in plan.mask_rows)]
+        masks = np.full((first[-1], guide.num_words), -1, np.int32)  # finished rows are unconstrained
+        live = [
+            (row, masks[row : row + plan.outputs[entry]], seq, [*self._states(seq, plan.drafts.get(entry, ()))])
+            for row, entry in zip(first, plan.mask_rows) if (seq := running.get(plan.seq_id[entry])) is not None
+        ]  # fmt: skip
+        guide.fill([place for row, _, _, matchers in live for place in enumerate(matchers, row)], masks)
         news: list[Delta] = []
-        for (row, seq), (_, matcher) in zip(live, matchers, strict=True):
+        for _, own, seq, matchers in live:
+            own[len(matchers) :] = 0
             if seq.status is not Status.FINISHED:
-                news += _judge(scheduler, seq, matcher, masks[row].view(np.uint32))
+                for drafts, (matcher, mask) in enumerate(zip(matchers, own)):
+                    _bar_ends(scheduler, seq, drafts, mask.view(np.uint32))
+                    if matcher.failed:
+                        mask[:] = 0
+                news += _judge(scheduler, seq, matchers[0], own[0])
             if seq.status is Status.FINISHED:
-                masks[row] = -1
+                own[:] = -1
         return masks, news
+
+    def _states(self, seq: Sequence, drafts: Iterable[int]) -> "Iterator[Matcher]":
+        """Yields the matcher of a sample, and copies of it after each draft, up to one after which nothing may come."""
+        matcher = self._guided[seq.request.request_id].matcher(seq.index)
+        yield matcher
+        for draft in drafts:
+            matcher = matcher.copy()
+            matcher.advance([draft])
+            if matcher.failed or matcher.ended:
+                return
+            yield matcher
 
     def _compiled(self, form: StructuredOutputsParams) -> "Future[Matcher]":
         """Returns the compiled form of a grammar. Equal grammars share one."""
@@ -248,12 +272,17 @@ def _has_failed(future: "Future[Any]") -> bool:
     return future.done() and future.exception() is not None
 
 
-def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArray[np.uint32]) -> list[Delta]:
-    """Ends a sample after which nothing may follow. An end id that is ignored, or that comes too early, does not count."""
+def _bar_ends(scheduler: Scheduler, seq: Sequence, drafts: int, mask: NDArray[np.uint32]) -> None:
+    """Removes end ids that are ignored, or that come too early after these drafts."""
     request = seq.request
-    short = seq.num_tokens - request.num_prompt < request.params.min_tokens
+    short = seq.num_tokens + drafts - request.num_prompt < request.params.min_tokens
     for token in (scheduler.end_ids - request.end_ids) | (request.end_ids if short else frozenset()):
         mask[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+
+
+def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: Masks) -> list[Delta]:
+    """Ends a sample after which nothing may follow."""
+    request = seq.request
     if matcher.failed or not (mask.any() or matcher.accepting):
         why = matcher.failed or "no token may come next"
         return _end_request(scheduler, request.request_id, f"{PARAM} leads nowhere from here: {why}")

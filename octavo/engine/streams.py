@@ -216,7 +216,8 @@ class LoadBalancer:
             return None
         if self._by_prefix and not stream.blocks and stream.request.params.prompt_logprobs is None:
             request = stream.request
-            stream.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, self._routing.block_size)
+            size = self._routing.block_size
+            stream.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, size, request.extras)
         stream.choice = self._routing.choose(stream.blocks, len(stream.request.prompt_token_ids), ready)
         return replicas[stream.choice.engine]
 

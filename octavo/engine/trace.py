@@ -93,12 +93,12 @@ class StepTrace:
         if not self._left:
             return
         start, now = self._times[0][1], time.monotonic_ns()
-        decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
+        decoding = [count for count, outputs in zip(plan.num_query, plan.outputs) if count == outputs]
         tokens = sum(plan.num_query)
         self._slice(
             "step", start, now,
-            f'"step":{plan.step},"rows":{len(plan.row)},"tokens":{tokens},"prefill_tokens":{tokens - decoding},"decode_rows":{decoding},'
-            f'"admitted":{len(plan.row_writes)},"new_blocks":{len(plan.new_blocks)},"copies":{len(plan.copies)}',
+            f'"step":{plan.step},"rows":{len(plan.row)},"tokens":{tokens},"prefill_tokens":{tokens - sum(decoding)},'
+            f'"decode_rows":{len(decoding)},"admitted":{len(plan.row_writes)},"new_blocks":{len(plan.new_blocks)},"copies":{len(plan.copies)}',
         )  # fmt: skip
         for (_, began), (name, ended) in zip(self._times, self._times[1:]):
             self._slice(name, began, ended)

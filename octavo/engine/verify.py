@@ -1,7 +1,8 @@
 """`octavo verify`: a stress schedule on a real model; the shadow compares every step bit for bit.
 
 A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after the end of a
-block, are answered by beam search, and are computed in chunks. A run in which one of these did not happen fails: it proves too little.
+block, are answered by beam search, and are computed in chunks. At pipeline depth 1 sequences have drafts, which are mostly wrong. A run in
+which one of these did not happen fails: it proves too little.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import PoolCounts
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import blocks_for
+from octavo.policy.drafts import Draft
 from octavo.sampling_params import SamplingParams
 from octavo.worker.build import build_proven
 from octavo.worker.compilers import Compilers
@@ -32,7 +34,8 @@ BLOCKS_FOR_LONGEST = 8  # blocks that the longest request may fill
 NUM_ROWS = 12  # on a GPU, rows read shared keys together in steps of more than 8
 PREEMPT_EVERY = 7  # steps; the newest sequence is preempted, so that beams are among them
 SAMPLES = (1, 3, None, 2, 1)  # of successive requests, in turn; None: beams
-HAPPENINGS = ("tokens computed", "prefix hits", "forks", "copies on write", "preemptions", "evictions")
+HAPPENINGS = ("tokens computed", "prefix hits", "forks", "copies on write", "preemptions", "evictions", "rejected drafts")
+MOST_DRAFTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,12 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int, wid
     return requests
 
 
+def random_drafts(vocab_size: int, seed: int) -> Draft:
+    """Returns a function that proposes some ids, or none."""
+    rng = Random(seed)
+    return lambda seq: [rng.randrange(vocab_size) for _ in range(rng.randint(0, MOST_DRAFTS))]
+
+
 def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth: int, num_requests: int) -> Verified:
     """Runs the stress schedule at one pipeline depth. Raises `VerifyError` at the first difference."""
     size = config.block_tokens
@@ -109,6 +118,8 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     with compilers_for(config.device) as compilers:
         start, facts, shadow, others = _open(config, source, model, debug, compilers)
     core = assemble(start, model, debug)
+    if depth == 1:  # at depth 2 a sequence with drafts would never be in two steps
+        core.scheduler.drafts.source = random_drafts(model.vocab_size, config.seed)
     requests = stress_requests(num_requests, size, model.vocab_size, config.seed, beam_width(groups))
     try:
         cached, schedule = _run(core, requests, shadow.compared)
@@ -166,7 +177,8 @@ def _run(core: EngineCore, requests: list[AddRequest], compared: Compared) -> tu
                 raise EngineError(str(delta.error))
             if delta.finish_reason is not None and delta.index == 0 and delta.life is not None:
                 cached += delta.life.cached_tokens
-        so_far.append((stats.step_tokens, stats.prefix_hits, compared.forks, compared.copies, stats.preemptions, pool.evicted))
+        happened = compared.forks, compared.copies, stats.preemptions, pool.evicted, compared.rejected
+        so_far.append((stats.step_tokens, stats.prefix_hits, *happened))
     steps = [[now - before for before, now in zip(*pair)] for pair in pairwise(so_far)]
     return cached, {name: [step[index] for step in steps] for index, name in enumerate(HAPPENINGS)}
 
@@ -179,7 +191,10 @@ def _demand_stress(verified: Verified, block_size: int) -> None:
         "preemptions": verified.preemptions,
         "evictions": verified.pool.evicted,
         "beam searches": verified.searches,
+        "rejected drafts": verified.compared.rejected,
     }
+    if verified.depth > 1:
+        del seen["rejected drafts"]
     if block_size == 1:
         del seen["copies on write"]  # a block of one token is never partially filled, so it is never copied
     missing = [name for name, count in seen.items() if count == 0]

@@ -174,9 +174,9 @@ class EngineView:
         at = round(now - self._start, 4)
         tokens = sum(plan.num_query)
         if tokens == len(plan.row):  # one token each, as in most steps
-            decoding = sum(plan.samples)
+            decoding = sum(plan.outputs)
         else:
-            decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
+            decoding = sum(count for count, outputs in zip(plan.num_query, plan.outputs) if count == outputs)
         seen, self._seen = self._seen, self._counts()
         preempted, hits, queries = (new - old for new, old in zip(self._seen, seen))
         numbers = (

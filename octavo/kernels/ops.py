@@ -92,6 +92,7 @@ copy_blocks = by_device(attention.copy_blocks, "step.copy_blocks")
 copy_words = by_device(rows.copy_words, "step.rows")
 prepare = by_device(rows.prepare, "step.rows")
 finish = by_device(rows.finish, "step.rows")
+accept = by_device(rows.accept, "step.rows")
 sample = by_device(sampling.sample, "sampling.sample")
 draw = by_device(sampling.draw, "sampling.draw")
 rank = by_device(sampling.rank, "sampling.rank")
@@ -178,15 +179,15 @@ def few_rows(head_dim: int) -> int:
 
 
 def edit_logits(
-    logits: Tensor,  # [P, V]
-    entries: list[int],  # which rows of logits
+    logits: Tensor,  # [S, V]
+    outputs: list[int],  # which rows of logits
     rows: list[int],  # the table row of each
+    positions: list[int],  # of the id to sample: only the ids before it count
     edits: list[Edits],  # the edits of each: packed, on the GPU; else unpacked (`kernels/logit_edits.py`)
     token_ids: Tensor,  # [rows, positions]
-    num_tokens: Tensor,  # [rows], including the provisional one
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """Returns the logits of these scheduled rows after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
+    """Returns the logits of these outputs after allowed ids, bans, bias and penalties, [len(outputs), V] float32."""
     kernels = _triton("sampling.logit_edits") if logits.is_cuda else sampling
-    scores: Tensor = kernels.edit_logits(logits, entries, rows, edits, token_ids, num_tokens, num_prompt)
+    scores: Tensor = kernels.edit_logits(logits, outputs, rows, positions, edits, token_ids, num_prompt)
     return scores

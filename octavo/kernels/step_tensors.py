@@ -1,7 +1,11 @@
 """The tensors of a step, at fixed addresses, so that a captured graph can be replayed.
 
-    entries   sent by the host: query_start [P+1] | row [P] | start [P] | samples [P] | context_len [groups, P], one int32 array
+    entries   sent by the host, one int32 array:
+              query_start [P+1] | row [P] | start [P] | outputs [P] | first_output [P+1] | context_len [groups, P]
     the rest  read by `prepare` from the rows
+
+P scheduled rows have T tokens and S outputs: logits that an id may be sampled from. A row has at least one output, after its last
+token, and a row with drafts has one more for each of them. Padding rows have one output each, until there are S.
 
 A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at a
 multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
@@ -18,7 +22,7 @@ from octavo.kernels.row_words import NOISE_WORDS, RowLayout
 
 ALIGNED = 4  # words
 NO_SLOT = -1  # nothing is stored there
-ENTRY_PARTS = 4  # before the lengths, of which there is a part for each cache group
+ENTRY_PARTS = 5  # before the lengths, of which there is a part for each cache group
 
 
 def part_words(entries: int) -> int:
@@ -28,20 +32,21 @@ def part_words(entries: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    entries: Tensor  # int32; the next five are views of it
+    entries: Tensor  # int32; the next six are views of it
     query_start: Tensor  # [P+1]
     row: Tensor  # [P]
     start: Tensor  # [P]: first position computed
-    samples: Tensor  # [P]: 1 where an id is sampled after the last one
+    outputs: Tensor  # [P]: how many of its outputs are sampled from
+    first_output: Tensor  # [P+1]
     context_len: Tensor  # [groups, P]: positions in the cache after the step
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group, NO_SLOT for padding
     tables: Tensor  # [groups, P, max_blocks] int32, undefined after a row's last block; the null block behind a window
-    sample_index: Tensor  # [P] int64: the last token of each scheduled row
-    temperature: Tensor  # [P] float32
-    noise: Tensor  # [P, 4] int32
-    draw_positions: Tensor  # [P] int32: the position of the sampled id
+    sample_index: Tensor  # [S] int64: the token of each output
+    temperature: Tensor  # [S] float32
+    noise: Tensor  # [S, 4] int32
+    draw_positions: Tensor  # [S] int32: the position of the sampled id
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # numpy views of the same memory, on a CPU; created on first use
 
     def on_host(self) -> dict[str, NDArray[Any]]:
@@ -52,7 +57,7 @@ class StepTensors:
 
 
 class StepMemory:
-    """Memory for the largest step; steps of any size are views of its beginning."""
+    """Memory for the largest step, with as many outputs as scheduled rows; steps of any size are views of its beginning."""
 
     def __init__(self, layout: RowLayout, max_entries: int, max_tokens: int, device: torch.device) -> None:
         def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -69,29 +74,31 @@ class StepMemory:
         self._noise = words(max_entries, NOISE_WORDS)
         self._last: StepTensors | None = None
 
-    def step(self, entries: int, tokens: int) -> StepTensors:
+    def step(self, entries: int, tokens: int, outputs: int) -> StepTensors:
         """Returns views of the memory. They are reused, because most steps have the same size as the previous one."""
-        if self._last is None or (len(self._last.row), len(self._last.token_ids)) != (entries, tokens):
-            self._last = self._views(entries, tokens)
-        return self._last
+        last = self._last
+        if last is None or (len(last.row), len(last.token_ids), len(last.sample_index)) != (entries, tokens, outputs):
+            self._last = last = self._views(entries, tokens, outputs)
+        return last
 
-    def _views(self, entries: int, tokens: int) -> StepTensors:
+    def _views(self, entries: int, tokens: int, outputs: int) -> StepTensors:
         size, part = entries, part_words(entries)
         parts = self.entries[: self._parts * part].view(self._parts, part)
-        query_start, row, start, samples = parts[:ENTRY_PARTS]
+        query_start, row, start, sampled, first_output = parts[:ENTRY_PARTS]
         return StepTensors(
             entries=parts.view(-1),
             query_start=query_start[: size + 1],
             row=row[:size],
             start=start[:size],
-            samples=samples[:size],
+            outputs=sampled[:size],
+            first_output=first_output[: size + 1],
             context_len=parts[ENTRY_PARTS:, :size],
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
             slots=self._slots[:, :tokens],
             tables=self._tables[:, :size],
-            sample_index=self._sample_index[:size],
-            temperature=self._temperature[:size],
-            noise=self._noise[:size],
-            draw_positions=self._draw_positions[:size],
+            sample_index=self._sample_index[:outputs],
+            temperature=self._temperature[:outputs],
+            noise=self._noise[:outputs],
+            draw_positions=self._draw_positions[:outputs],
         )

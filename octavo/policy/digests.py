@@ -41,8 +41,10 @@ class Digests:
             parent = state.digest()
             digests.append(parent)
 
-    def of_prompt(self, token_ids: "list[int] | array[int]", salt: str, block_size: int) -> list[bytes]:
+    def of_prompt(
+        self, token_ids: "list[int] | array[int]", salt: str, block_size: int, extras: Mapping[int, bytes]
+    ) -> list[bytes]:
         """Returns the short digests of a prompt: of its full blocks before the last token, which is never looked up."""
         digests: list[bytes] = []
-        self.extend(digests, self.root(salt), array("i", token_ids), block_size, max(0, len(token_ids) - 1) // block_size, {})
+        self.extend(digests, self.root(salt), array("i", token_ids), block_size, max(0, len(token_ids) - 1) // block_size, extras)
         return [digest[:SHORT] for digest in digests]

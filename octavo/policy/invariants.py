@@ -55,18 +55,21 @@ def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
     if seq.status is Status.WAITING:
         assert not any(seq.tables) and seq.row == -1 and seq.num_planned == 0 and not seq.pending
         return
-    assert seq.num_computed <= seq.num_planned <= seq.target <= seq.limit - 1 and seq.num_computed < seq.num_tokens
-    assert scheduler.stages == 1 or seq.in_flight <= 1, "in two plans of a pipeline"
+    assert seq.num_computed <= seq.num_planned <= seq.limit - 1 and seq.target <= seq.limit - 1 and seq.num_computed < seq.num_tokens
+    drafts = scheduler.drafts.source is not None
+    assert seq.num_planned <= seq.target or (drafts and seq.in_flight == 1), "more is planned than its ids and those in flight"
+    assert (scheduler.stages == 1 and not drafts) or seq.in_flight <= 1, "in two plans"
     assert seq.num_sealed <= seq.num_computed // kv.block_size, "sealed before it was computed"
     assert len(seq.token_ids) == seq.num_tokens <= seq.limit
     assert len(seq.tables) == len(kv.groups) and seq.room <= min(len(table) * span for table, span in zip(seq.tables, kv.spans))
     for number in range(len(kv.groups)):
-        _check_table(seq, number, kv)
+        _check_table(seq, number, kv, drafts)
 
 
-def _check_table(seq: Sequence, number: int, kv: KVManager) -> None:
+def _check_table(seq: Sequence, number: int, kv: KVManager, drafts: bool) -> None:
     table, span, pool = seq.tables[number], kv.spans[number], kv.pool
-    assert len(table) == -(-seq.num_planned // span), "table and progress disagree"
+    needed = -(-seq.num_planned // span)
+    assert len(table) == needed or (drafts and len(table) > needed), "table and progress disagree"
     first = kv.groups[number].first_read(seq.num_computed) // span
     held = table[first:]
     assert NULL_BLOCK not in held, "a block was given back that a window can still see"

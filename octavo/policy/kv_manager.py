@@ -117,7 +117,7 @@ class KVManager:
         """Allocates room for the next `count` positions and private copies of shared blocks. If there is not enough, changes nothing."""
         pool, start, last, needed = self.pool, seq.num_planned, seq.num_planned + count - 1, 0
         for table, span in zip(seq.tables, self.spans):
-            needed += last // span + 1 - len(table)
+            needed += max(0, last // span + 1 - len(table))  # it may still have blocks of rejected drafts
             if start % span and count and not pool.writable(table[start // span]):
                 needed += 1
         unread = self._unread(seq) if self._freeing else None

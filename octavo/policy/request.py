@@ -18,7 +18,7 @@ from math import inf
 from operator import attrgetter
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Beams, Ending, LifeRecord, Limits, NoiseKey, RowWrite, StepPlan
+from octavo.messages import AddRequest, Beams, Ending, LifeRecord, Limits, NoiseKey, RowWrite
 from octavo.policy.beam import num_candidates
 from octavo.policy.block_pool import BlockKey
 
@@ -77,7 +77,7 @@ class Request:
         self.engine_seed = engine_seed
         self.noise_number = arrival if message.noise is None else message.noise
         self.life = LifeRecord(queued)
-        self.extras: dict[int, bytes] = {}  # link -> additional bytes that its digest covers besides its tokens
+        self.extras = message.extras  # link -> additional bytes that its digest covers besides its tokens
         self.held = False  # must not be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have created them
@@ -181,12 +181,6 @@ class Sequence:
 
 
 policy_key = attrgetter("key")  # sorts sequences in policy order
-
-
-def prompt_positions(plan: StepPlan, planned: list[Sequence]) -> int:
-    """Returns how many prompt positions a plan has computed."""
-    ends = (start + count for start, count in zip(plan.start, plan.num_query))
-    return sum(max(0, min(end, seq.request.num_prompt) - start) for seq, start, end in zip(planned, plan.start, ends, strict=True))
 
 
 # -- what can never be served

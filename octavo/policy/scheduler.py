@@ -4,7 +4,7 @@ There are no phases. A step has one token budget; sequences draw from it until e
 
     schedule    fork sequences that reached their last prompt token -> walk `running` in policy order, decode is never starved,
                 victims from the end -> admit whole sequences that fit from `waiting`, unless a sequence was preempted
-    update      append sampled tokens, seal full blocks, end finished sequences; a preempted sequence keeps only its token
+    update      append sampled tokens, seal full blocks, end finished sequences; a preempted sequence keeps only its tokens
 
 Plans run in order on one stream, so blocks and rows freed here are reusable at once.
 
@@ -22,10 +22,11 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, Ending, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.admission import LINKS_PER_STEP, Admission, budget_of_prefills, share_of_plan
 from octavo.policy.beam_groups import BeamGroups
+from octavo.policy.drafts import Draft, Drafts, up_to_end
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.moves import Moves
 from octavo.policy.pins import Pins
-from octavo.policy.request import NEVER_TRIED, Request, Sequence, Status, check_request, length_limit, policy_key, prompt_positions
+from octavo.policy.request import NEVER_TRIED, Request, Sequence, Status, check_request, length_limit, policy_key
 from octavo.policy.rows import Rows
 
 SEALS_PER_STEP = 32  # larger batches seal in turns: if all sequences cross a block boundary together, the work is spread over several steps
@@ -43,21 +44,19 @@ class Scheduler:
         seed: int = 0,
         preempt_every: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        row_tokens: int = 1,
         stages: int = 1,
+        draft: Draft | None = None,
     ) -> None:
-        """`row_tokens`: the most tokens that a step may sample for a row. If it is more than one, their number is not known in advance,
-        so a sequence is not planned while it has tokens in flight.
-        `stages`: of a pipeline. As many plans are in flight, and sequences are divided among them: none is in two that sample.
+        """`stages`: of a pipeline. As many plans are in flight, and sequences are divided among them: none is in two that sample.
+        `draft`: proposes ids that may come next. It must know all ids so far, so then no sequence is planned while tokens are in flight.
         """
-        assert limits.max_num_seqs * row_tokens <= limits.max_num_batched_tokens, "the tokens of one step may not fit into the next"
+        assert limits.max_num_seqs <= limits.max_num_batched_tokens, "the tokens of one step may not fit into the next"
         self.kv = kv
         self.limits = replace(limits, cache_tokens=kv.most_tokens())
         self.by_priority = by_priority
         self.end_ids = frozenset(end_ids)
         self.seed = seed
         self.preempt_every = preempt_every
-        self.row_tokens = row_tokens
         self.stages = stages
         self.clock = clock
         self.on_end: Callable[[Sequence, Ending], None] = lambda seq, reason: None  # called while the sequence still has its blocks
@@ -75,6 +74,7 @@ class Scheduler:
         self.admission = Admission(kv, self.waiting, self.running, self.rows, self.pins, self.stats, clock, links)
         self.moves = Moves(kv, self.rows, self.waiting, self.running, self._planned, self._new_sequence)
         self.beams = BeamGroups(kv, self.rows, self.running, self.moves, self._new_sequence, self._remove)
+        self.drafts = Drafts(kv, self.rows, self.waiting, draft)
         self._arrivals = 0
         self._seq_ids = 0
 
@@ -162,24 +162,25 @@ class Scheduler:
 
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
         """Plans tokens for running sequences. Returns the budget left, and whether a sequence was preempted."""
-        running, kv, is_running, row_tokens = self.running, self.kv, Status.RUNNING, self.row_tokens
-        budget, share = share_of_plan(self.limits, running, row_tokens, self.stages, len(self._planned))
-        prefill_budget = budget_of_prefills(budget, running, row_tokens) if self.waiting and self.rows.free else budget
+        running, kv, is_running = self.running, self.kv, Status.RUNNING
+        budget, share = share_of_plan(self.limits, running, self.stages, len(self._planned))
+        prefill_budget = budget_of_prefills(budget, running) if self.waiting and self.rows.free else budget
         beams: Request | None = None  # the last request whose beams were given room
         lacking: int | None = None  # tokens that prefills from here on need; computed at the first prefill
-        preempted, turns, one_plan = False, self.mask_turns, row_tokens > 1 or self.stages > 1
-        after = len(running) * row_tokens  # reserved for the sequences behind, so that decode is never starved
+        preempted, turns, drafting = False, self.mask_turns, self.drafts.source is not None
+        one_plan = drafting or self.stages > 1
+        after = len(running)  # reserved for the sequences behind, so that decode is never starved
         for seq in running.copy():
-            after -= row_tokens
+            after -= 1
             if seq.status is not is_running:
                 break  # it was preempted for an earlier sequence, and so were all behind it
             count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
             if one_plan and seq.in_flight:
-                continue  # the number of its tokens is unknown until they arrive, or its token is still in the pipeline
+                continue  # its next drafts depend on its tokens, or its token is still in the pipeline
             if turns > 1 and not seq.has_turn(self.step, turns):
                 continue
-            if count <= row_tokens:
-                if count == 0 or share == 0:
+            if count <= 1:
+                if count <= 0 or share == 0:
                     continue  # waits for its result, or for the next plan
                 share -= 1
             else:
@@ -201,11 +202,13 @@ class Scheduler:
             if seq.status is is_running:
                 self._plan(seq, count, plan, planned)
                 budget -= count
+                if drafting and plan.outputs[-1]:
+                    budget -= self.drafts.add(seq, budget - after, plan)
         return budget, preempted
 
     def _prefill_lack(self) -> int:
         """The tokens that running prefills need, together."""
-        return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > self.row_tokens)
+        return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > 1)
 
     def _plan(self, seq: Sequence, count: int, plan: StepPlan, planned: list[Sequence]) -> None:
         start, end = seq.num_planned, seq.num_planned + count
@@ -214,7 +217,7 @@ class Scheduler:
         plan.seq_id.append(seq.seq_id)
         plan.start.append(start)
         plan.num_query.append(count)
-        plan.samples.append(samples)
+        plan.outputs.append(1 if samples else 0)
         planned.append(seq)
         seq.num_planned = end
         if samples:
@@ -282,7 +285,7 @@ class Scheduler:
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
         planned = self._planned.pop(plan.step)
         self._told.pop(plan.step, None)
-        turns = max(1, len(planned) // SEALS_PER_STEP)
+        turns, drafts = max(1, len(planned) // SEALS_PER_STEP), plan.drafts
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         searched: dict[Request, int] = {}  # with beams -> tokens received
         for entry, seq in enumerate(planned):
@@ -292,14 +295,19 @@ class Scheduler:
                 computed -= plan.num_query[entry]
                 continue
             tokens = result.tokens[entry]
-            if seq.status is is_running and seq.since <= plan.step:  # else it was preempted: only its token is still valid
+            runs = seq.status is is_running and seq.since <= plan.step  # else it was preempted: only its tokens are still valid
+            if runs:
                 seq.num_computed = plan.start[entry] + plan.num_query[entry]
             if entry in result.prompt_logprobs:
                 deltas.append(Delta(seq.request.request_id, seq.index, [], prompt_logprobs=result.prompt_logprobs[entry]))
             if tokens:
-                if len(tokens) > 1:
-                    tokens = self._kept(seq, tokens)
+                drafted = drafts and entry in drafts
+                if drafted:
+                    tokens = up_to_end(seq, tokens)
+                    computed -= len(drafts[entry]) + 1 - len(tokens)
                 seq.append(tokens)
+                if drafted and runs:  # the slots after this may be those of rejected drafts
+                    seq.num_planned = seq.num_computed = seq.num_tokens - 1
             if seq.num_computed // size > seq.num_sealed and (seq.seq_id + plan.step) % turns == 0:
                 self.kv.seal(seq)
             if tokens and seq.request.beams is not None:
@@ -311,18 +319,9 @@ class Scheduler:
         for request in searched:
             self._count_first(request)
             deltas += self.beams.choose(request)
-        self.stats.prompt_tokens += computed - generated if self.row_tokens == 1 else prompt_positions(plan, planned)
+        self.stats.prompt_tokens += computed - generated
         self.stats.generation_tokens += generated
         return deltas
-
-    def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """Returns the tokens up to an end id or to the sequence's limit; for a beam only one. The rest is dropped."""
-        if seq.request.beams is not None:
-            self.rows.shorten(seq)
-            return tokens[:1]
-        kept = tokens[: seq.limit - seq.num_tokens]
-        end = next((at for at, token in enumerate(kept) if token in seq.request.end_ids), len(kept))
-        return kept[: end + 1]
 
     def _deliver(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Delta:
         """Returns the delta of newly appended tokens; finishes the sequence if they end it."""
@@ -351,7 +350,7 @@ class Scheduler:
         if request.life.first_token is not None:
             return False
         request.life.first_token = self.clock()
-        self.stats.prompt_tokens += self.row_tokens == 1
+        self.stats.prompt_tokens += 1
         return True
 
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:

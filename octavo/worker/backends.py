@@ -91,15 +91,14 @@ def _candidates(name: str, device: Device) -> Sequence[Capabilities]:
 def _choose(kind: Kind, layers: tuple[int, ...], candidates: Sequence[Capabilities], run: Run) -> Choice:
     passed: list[Misfit] = []
     for backend in candidates:
-        offered = backend.over_context() if run.config.decode_context_parallel_size > 1 else backend
-        misfit = _misfit_of_run(offered, run.config, run.dtype) or _misfit_of_layers(offered, kind, layers[0], run.references)
+        misfit = _misfit_of_run(backend, run.config, run.dtype) or _misfit_of_layers(backend, kind, layers[0], run)
         if misfit is None:
             return Choice(kind, layers, backend, tuple(passed))
         passed.append(misfit)
     preferred, changes = passed[0], [passed[0].change]
     if run.config.attention_backend != "auto":
         changes.append("leave attention_backend at auto")
-    elif run.device == "cuda":
+    elif run.device == "cuda" and run.config.decode_context_parallel_size == 1:
         changes.append("set device to cpu")
     raise ConfigError(": ".join(filter(None, [preferred.problem, ", or ".join(filter(None, changes))])))
 
@@ -123,14 +122,17 @@ def _misfit_of_run(backend: Capabilities, config: ResolvedConfig, dtype: str) ->
     return None
 
 
-def _misfit_of_layers(backend: Capabilities, kind: Kind, layer: int, references: bool) -> Misfit | None:
+def _misfit_of_layers(backend: Capabilities, kind: Kind, layer: int, run: Run) -> Misfit | None:
     """Returns what the backend does not support in layers of this kind, of which `layer` is the first, or None."""
     who = f"attention backend {backend.name}"
     if kind.mixer not in backend.mixers:
         return Misfit(f"layer {layer} has a mixer of kind {kind.mixer}, which {who} does not compute")
     if lacking := sorted(kind.features - backend.features):
         return Misfit(f"layer {layer} needs {', '.join(lacking)}, which {who} does not support")
-    if not references and backend.head_sizes is not None and kind.head_dim not in backend.head_sizes:
+    if run.config.decode_context_parallel_size > 1 and (lacking := sorted(kind.features - backend.over_context().features)):
+        problem = f"layer {layer} needs {', '.join(lacking)}, and decode_context_parallel_size is {run.config.decode_context_parallel_size}"
+        return Misfit(problem, "set it to 1")
+    if not run.references and backend.head_sizes is not None and kind.head_dim not in backend.head_sizes:
         return Misfit(f"layer {layer} has heads of {kind.head_dim}, and {who} has only {_shown(backend.head_sizes)}")
     return None
 

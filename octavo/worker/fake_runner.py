@@ -3,7 +3,7 @@
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
     next token:           a hash over every h read through the table, and the noise key (none if greedy); no end id before min_tokens,
                           no last id of a bad word, and for a masked row only ids that the mask allows
-    several per step:     up to `row_tokens`, each as if it had been computed before the next; a masked row gets one
+    drafts:               their slots are written like all others, so a rejected one that is read later changes the text, too
     logprobs:             another hash over every h determines the best token, its logprob, and how much less the next ids have;
                           in prompts all tokens are equally likely
 
@@ -25,7 +25,7 @@ from octavo.messages import NoiseKey, PromptPiece, RowWrite, StepPlan, StepResul
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Kept, Masks
+from octavo.worker.executor import Kept, Masks, num_drafts, row_masks
 from octavo.worker.faults import Faults
 
 MASK = (1 << 61) - 1
@@ -127,9 +127,10 @@ class _Row:
         noise = NO_NOISE if self.noise is NO_NOISE else noise
         return replace(self, tokens=array("i", self.tokens), tables=[list(table) for table in self.tables], noise=noise)
 
-    @property
-    def barred(self) -> set[int]:
-        return _barred(self.tokens[self.num_prompt :], self.end_ids, self.params.min_tokens, self.bad_words)
+    def barred(self, sampled: list[int]) -> set[int]:
+        """Returns the ids that must not follow. `sampled`: by this step, not yet appended"""
+        output = [*self.tokens[self.num_prompt :], *sampled]
+        return _barred(output, self.end_ids, self.params.min_tokens, self.bad_words)
 
     def shorten(self, length: int, spans: list[int]) -> None:
         """Keeps this many ids, and the blocks of all but the last of them."""
@@ -141,11 +142,10 @@ class _Row:
 
 
 class FakeRunner:
-    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults, row_tokens: int = 1) -> None:
+    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults) -> None:
         self.geometry = geometry
         self.vocab_size = vocab_size
         self.faults = faults
-        self.row_tokens = row_tokens
         self.spans = [group.links * geometry.block_size for group in geometry.groups]
         self.blocks: list[list[Slot]] = [[None] * max(self.spans) for _ in range(geometry.num_blocks)]
         self.rows: dict[int, _Row] = {}
@@ -166,7 +166,8 @@ class FakeRunner:
         for entry, row_id in enumerate(plan.row):
             row = self.rows[row_id]
             lengths = {group: lengths[entry] for group, lengths in plan.group_lengths.items()}
-            entries = self._compute(row, plan.start[entry], plan.num_query[entry], lengths)
+            tokens = row.tokens + array("i", plan.drafts.get(entry, ()))
+            entries = self._compute(row, tokens, plan.start[entry], plan.num_query[entry], lengths)
             if self.faults.poisons(plan.step, entry):
                 self._poison(row, plan.start[entry], plan.num_query[entry])
                 entries = None
@@ -174,12 +175,15 @@ class FakeRunner:
 
     def sample(self, masks: Masks | None = None) -> Kept:
         plan = self._plan
-        masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
+        masked = row_masks(plan, masks)
         result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
         for entry, (row_id, entries) in enumerate(zip(plan.row, self._entries)):
-            row = self.rows[row_id]
-            known = len(entries or [])
-            tokens = self._sample(row, entries, masked.get(entry)) if plan.samples[entry] else []
+            row, known = self.rows[row_id], plan.sampled_position(entry)
+            drafts = plan.drafts.get(entry, [])[: num_drafts(plan, entry, masked)]
+            tokens: list[int] = []
+            if plan.outputs[entry]:
+                tokens = [0] if entries is None else self._sample(row, entries, known, drafts, masked.get(entry))
+                row.tokens.extend(tokens)
             if tokens and row.params.logprobs is not None:
                 result.logprobs[entry] = self._logprobs(row.params.logprobs, tokens, entries or [], known)
             result.tokens.append(tokens)
@@ -187,17 +191,14 @@ class FakeRunner:
                 result.prompt_logprobs[entry] = piece
         return Kept(result)
 
-    def _sample(self, row: _Row, entries: list[int] | None, mask: Masks | None) -> list[int]:
-        """Samples the next tokens, and appends them to the row."""
-        if entries is None:
-            row.tokens.append(0)
-            return [0]
+    def _sample(self, row: _Row, entries: list[int], known: int, drafts: list[int], masks: Masks | None) -> list[int]:
+        """Samples after the first `known` positions, and after each draft that is accepted. `masks`: of each output"""
         tokens: list[int] = []
-        wanted = 1 if mask is not None else 1 + entries[-1] % self.row_tokens
-        while len(tokens) < min(wanted, self.geometry.max_model_len - len(entries)) or not tokens:
-            tokens.append(_next_token(entries, row.noise, self.vocab_size, row.barred, mask))
-            row.tokens.append(tokens[-1])
-            entries.append(_mix(entries[-1], tokens[-1], len(entries)))
+        for number in range(len(drafts) + 1):
+            mask = None if masks is None else masks[number]
+            tokens.append(_next_token(entries[: known + number], row.noise, self.vocab_size, row.barred(tokens), mask))
+            if tokens != drafts[: number + 1]:
+                break
         return tokens
 
     def _logprobs(self, count: int, tokens: list[int], entries: list[int], known: int) -> list[TokenLogprobs]:
@@ -231,10 +232,10 @@ class FakeRunner:
             else:
                 raise EngineError(f"row {row_id}: block for index {index}, table has {len(table)}")
 
-    def _compute(self, row: _Row, start: int, count: int, lengths: dict[int, int]) -> list[int] | None:
+    def _compute(self, row: _Row, tokens: "array[int]", start: int, count: int, lengths: dict[int, int]) -> list[int] | None:
         """Writes the new slots. Returns every slot of the row, or None if one of them was never written.
 
-        `lengths`: in cache groups that do not have all positions to the end of the step
+        `tokens`: also its drafts. `lengths`: in cache groups that do not have all positions to the end of the step
         """
         self.num_computed += count
         if self.geometry.state_bytes:
@@ -243,7 +244,7 @@ class FakeRunner:
             (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
             if previous is not None:
-                previous = _mix(previous, row.tokens[position], position)
+                previous = _mix(previous, tokens[position], position)
             self._write(row, position, previous)
         row.state = previous
         read = self._read(row, 0, 0, start + count)

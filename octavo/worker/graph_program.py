@@ -5,7 +5,8 @@ shape run kernel by kernel at no extra cost: the device computes for longer than
 (`policy/gpu_size.py` has the threshold).
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as rows
-    mixed    by 256 to 2048 tokens, then 4096 8192, up to the limit; as many rows as the table has, in small shapes half as many
+    mixed    by 256 to 2048 tokens, then 4096 8192, up to the limit; as many rows as the table has, in small shapes half as many.
+             A row with drafts has several outputs, and takes the outputs of padding rows
 
 With cascade (shared-prefix) groups a step has one more kernel in each layer. Mixed steps always have it. For decode steps there are
 shapes with it, in coarser sizes, and shapes without it.
@@ -20,7 +21,7 @@ from octavo.layers.linear import Linear
 from octavo.messages import StepPlan
 from octavo.models.registry import describe
 from octavo.quant.schemes import Unquantized
-from octavo.worker.program import Eager, Forward, Shape
+from octavo.worker.program import Eager, Forward, Shape, sizes
 
 MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)
 IN_TEAMS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # rows of decode shapes with shared-prefix groups
@@ -44,15 +45,15 @@ class Graph:
         return self.eager.nbytes
 
     def load(self, plan: StepPlan) -> Shape:
-        return self.eager.put(plan, self.shape_of(len(plan.row), sum(plan.num_query), self.eager.share(plan)))
+        return self.eager.put(plan, self.shape_of(*sizes(plan), self.eager.share(plan)))
 
-    def shape_of(self, entries: int, tokens: int, in_teams: bool) -> Shape:
+    def shape_of(self, entries: int, tokens: int, outputs: int, in_teams: bool) -> Shape:
         """Returns the shape a step is padded to, or its own shape if it is larger than any."""
         if entries == tokens:
             shapes = self._in_teams if in_teams and entries > FEW else self._decode
             return shapes[bisect_left(shapes, entries, key=lambda shape: shape.entries)]
-        fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
-        return next(fits, Shape(entries, tokens, in_teams))
+        fits = (shape for shape in self._mixed if shape.outputs >= outputs and shape.tokens >= tokens)  # it has as many entries
+        return next(fits, Shape(entries, tokens, outputs, in_teams))
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         """Replays the graph of a shape, if there is one. With `whole`, graphs are used only for decode steps."""
@@ -69,7 +70,7 @@ class Graph:
         One layer of each kind is enough for that; the last and smallest step runs all layers.
         """
         self.eager.memory.entries.zero_()
-        kinds, shapes = self._kinds, [Shape(1, self._most_tokens), *reversed(self._decode + self._in_teams + self._mixed)]
+        kinds, shapes = self._kinds, [Shape(1, self._most_tokens, 1), *reversed(self._decode + self._in_teams + self._mixed)]
         for shape in shapes:
             self._multiply(shape)  # kernels of libraries: ours may still be compiling
         for shape in shapes:
@@ -100,16 +101,17 @@ class Graph:
         for linear in [module for layer in self._kinds for module in layer.modules() if isinstance(module, Linear)]:
             if isinstance(linear.scheme, Unquantized):
                 linear(memory.new_empty(shape.tokens, linear.in_features))
-        model.head(memory.new_empty(shape.entries, model.config.hidden_size), memory[: shape.entries])
+        model.head(memory.new_empty(shape.outputs, model.config.hidden_size), memory[: shape.outputs])
 
 
 def shapes(max_rows: int, max_tokens: int, captured: int, in_teams: bool = False) -> list[Shape]:
     """Returns the shapes to capture, small ones first within each kind. `in_teams`: also those with shared-prefix groups"""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
-    decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
+    decode = [Shape(size, size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows, max_rows)]
     if in_teams and max_rows > FEW:
         sizes = [size for size in IN_TEAMS if size < max_rows] + [max_rows]
-        decode += [Shape(size, size, True) for size in sizes]
+        decode += [Shape(size, size, size, True) for size in sizes]
     sizes = [tokens for tokens in MIXED_TOKENS if tokens <= min(max_tokens - 1, captured)] + [max_tokens] * (max_tokens <= captured)
     most = [tokens // 2 if tokens <= SMALL and tokens < max_tokens else tokens - 1 for tokens in sizes]
-    return decode + [Shape(min(max_rows, entries), tokens, in_teams) for entries, tokens in zip(most, sizes) if entries]
+    rows = [min(max_rows, entries) for entries in most]
+    return decode + [Shape(entries, tokens, entries, in_teams) for entries, tokens in zip(rows, sizes) if entries]

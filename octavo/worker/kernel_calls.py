@@ -39,7 +39,7 @@ from octavo.kernels.triton.step.copy_blocks import copy_blocks
 from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm
-from octavo.kernels.triton.step.rows import copy_words, finish, prepare
+from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.worker.kernel_shapes import KernelShapes
 
@@ -185,10 +185,11 @@ class KernelCalls:
 
     def around_a_step(self) -> None:
         layout = RowLayout(2, 4)
-        words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2)
+        words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2, 2)
         prepare(words, layout, self.size, step)
         states, hidden = self.numbers(2, self.spec.q_size), self.numbers(2, self.model.hidden_size)
         finish(words, layout, step, self.places(2), states, hidden, self.words(2))
+        accept(words, layout, self.words(1, 4), self.words(2))
         copy_words(words.view(-1), words.view(-1), self.places(3).view(1, 3), 1)
 
     def behind_a_step(self) -> list[Call]:
@@ -201,7 +202,7 @@ class KernelCalls:
             lambda: draw(logits, draws),
             lambda: draw(scores, draws),
             lambda: rank(logits, ids, 1),
-            lambda: edit_logits(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
+            lambda: edit_logits(logits, [0], [0], [0], [self.words(HEAD)], line, line[:, 0]),
         ]
 
     def written(self, tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,11 +82,11 @@ def clear_null_block(caches: Caches) -> None:
             buffer[NULL_BLOCK] = 0
 
 
-def poison(caches: Caches, block: int) -> None:
-    """Fills a block with NaN, so that reading it before writing it is detected. Quantised values have their NaN in the scale."""
+def poison(caches: Caches, block: int, slots: slice = slice(None)) -> None:
+    """Fills slots of a block with NaN, so that reading them before writing them is detected. Quantised values have theirs in the scale."""
     for cache in caches:
         for buffer in cache.values():
-            buffer[block] = torch.nan if buffer.is_floating_point() else NO_CODE
+            buffer[block, slots] = torch.nan if buffer.is_floating_point() else NO_CODE
 
 
 class PagedStore:

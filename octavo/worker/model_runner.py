@@ -7,6 +7,7 @@ Meanwhile the host plans the next step. Plans run in order, so the next plan may
 when a call returns.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.ops import copy_blocks
 from octavo.messages import NoiseKey, RowFork, StepPlan, StepResult
 from octavo.policy.block_pool import NULL_BLOCK
-from octavo.worker.executor import Masks
+from octavo.worker.executor import Masks, num_drafts, row_masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 from octavo.worker.program import Forward, Program
@@ -64,10 +65,9 @@ class ModelRunner:
     def sample(self, masks: Masks | None = None) -> "Pending":
         plan, forward = self._plan, self._forward
         if forward is None:  # an empty plan, or a later stage samples
-            return Pending(plan, torch.empty(0, dtype=torch.int32), NO_RANKINGS, [], [], None)
-        ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
-        masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
-        rankings = self.sampler.sample(forward.logits, special, plan.row, ids, masked) if special else NO_RANKINGS
+            return Pending(plan, torch.empty(0, dtype=torch.int32), {}, NO_RANKINGS, [], [], None)
+        ids, masked = forward.result[: plan.first_outputs()[-1]], row_masks(plan, masks)
+        rankings = self.sampler.sample(forward.logits, plan, ids, masked)
         spoiled = [0] if self.faults.poisons(plan.step, 0) or (ids.is_cuda and self.faults.spoils_id(plan.step)) else []
         if ids.is_cuda:
             host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
@@ -76,7 +76,8 @@ class ModelRunner:
             self._refuse_ids_outside(plan, numbers)
             host = torch.from_numpy(numbers.copy())  # a copy by torch takes ten times as long
         pieces = [piece.to_host() for piece in self._pieces]
-        pending = Pending(plan, host, rankings.to_host(), pieces, spoiled, torch.cuda.Event() if ids.is_cuda else None)
+        drafts = {entry: num_drafts(plan, entry, masked) for entry in plan.drafts}
+        pending = Pending(plan, host, drafts, rankings.to_host(), pieces, spoiled, torch.cuda.Event() if ids.is_cuda else None)
         if pending.event is not None:
             pending.event.record()
         return pending
@@ -86,9 +87,11 @@ class ModelRunner:
         if self.faults.spoils_id(plan.step):
             numbers[0] = self.program.vocab_size
         if numbers.view(np.uint32).max() >= self.program.vocab_size:  # as unsigned numbers, negative ids are the largest
-            for entry in np.flatnonzero((numbers < 0) | (numbers >= self.program.vocab_size)).tolist():
-                numbers[entry] = -1
-                if plan.samples[entry]:
+            first = plan.first_outputs()
+            for output in np.flatnonzero((numbers < 0) | (numbers >= self.program.vocab_size)).tolist():
+                numbers[output] = -1
+                entry = bisect_right(first, output) - 1
+                if plan.outputs[entry]:
                     row = plan.row[entry]
                     self.table.token_ids[row, int(self.table.num_tokens[row]) - 1] = 0
 
@@ -102,7 +105,8 @@ class Pending:
     """A result that is being copied to the host."""
 
     plan: StepPlan
-    ids: Tensor  # [R], in host memory like all the rest
+    ids: Tensor  # [S], in host memory like all the rest
+    drafts: dict[int, int]  # scheduled row -> how many of its drafts may be accepted
     rankings: Rankings
     pieces: list[PromptRankings]
     spoiled: list[int]  # scheduled rows that tests made bad
@@ -111,12 +115,22 @@ class Pending:
     def result(self) -> StepResult:
         if self.event is not None:
             self.event.synchronize()
-        ids, samples = self.ids.tolist(), self.plan.samples
-        tokens = [[max(token, 0)] if sampled else [] for token, sampled in zip(ids, samples)]
+        plan, ids = self.plan, self.ids.tolist()
+        first = plan.first_outputs()
+        heads = [ids[output] for output in first[:-1]] if self.drafts else ids
+        tokens = [[max(token, 0)] if sampled else [] for token, sampled in zip(heads, plan.outputs)]
+        for entry, count in self.drafts.items():
+            tokens[entry] = _accepted(plan.drafts[entry][:count], ids[first[entry] :])
         return StepResult(
-            self.plan.step,
+            plan.step,
             tokens,
             logprobs=self.rankings.logprobs(),
             prompt_logprobs={piece.entry: piece.piece() for piece in self.pieces},
-            bad_rows=self.spoiled + [entry for entry, token in enumerate(ids) if token < 0],
+            bad_rows=self.spoiled + sorted({bisect_right(first, output) - 1 for output, token in enumerate(ids) if token < 0}),
         )
+
+
+def _accepted(drafts: list[int], ids: list[int]) -> list[int]:
+    """Returns the ids that `RequestTable.accept` appends. ids: sampled from the outputs of the row, and maybe further ones"""
+    count = next((at for at, (draft, token) in enumerate(zip(drafts, ids)) if draft != token), len(drafts))
+    return [max(token, 0) for token in ids[: count + 1]]

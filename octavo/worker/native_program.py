@@ -43,7 +43,7 @@ from octavo.model_config import RopeConfig
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription
 from octavo.worker.kv_store import Caches
-from octavo.worker.program import ALONE, Forward, Place, Shape, entries
+from octavo.worker.program import ALONE, Forward, Place, Shape, entries, sizes
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, send
 from octavo.worker.step_sharing import StepSharing
@@ -96,7 +96,7 @@ class NativeProgram:
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
     def load(self, plan: StepPlan) -> Shape:
-        shape = Shape(len(plan.row), sum(plan.num_query))
+        shape = Shape(*sizes(plan))
         send(entries(plan, shape, len(self._spans)), self._memory.entries)
         keys = self.sharing.of(plan)
         if any(map(is_not, keys, self.keys)):  # most steps have the same groups as the previous one
@@ -111,24 +111,24 @@ class NativeProgram:
         hidden, logits, best = self.compute(step)
         asked = step.temperature, step.noise, step.draw_positions
         ids = self._sampling.sample(logits, best, *asked) if self._ranks is None else self._ranks.sample(logits, *asked)
-        result = self._result[: shape.entries]
+        result = self._result[: shape.outputs]
         finish(self.table.words, self.table.layout, step, ids, hidden, hidden, result)
         return Forward(step, hidden, logits, result)
 
     def prepared(self, shape: Shape) -> StepTensors:
         """Returns the tensors of a step, filled from the rows."""
-        step = self._memory.step(shape.entries, shape.tokens)
+        step = self._memory.step(shape.entries, shape.tokens, shape.outputs)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         return step
 
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the hidden states of all tokens, and for the last token of each scheduled row the logits and the id of the largest.
+        """Returns the hidden states of all tokens, and for each output the logits and the id of the largest.
 
         A rank has only the logits of its own part of the vocabulary.
         """
-        entries = len(step.row)
+        outputs = len(step.sample_index)
         hidden = torch.empty(len(step.token_ids), self.model.hidden)
-        logits, best = torch.empty(entries, self.model.vocab_rows), torch.empty(entries, dtype=torch.int64)
+        logits, best = torch.empty(outputs, self.model.vocab_rows), torch.empty(outputs, dtype=torch.int64)
         described = self._described(step)
         described.hidden, described.logits, described.best = at(hidden), at(logits), at(best)
         self._call(step, described)

@@ -63,6 +63,7 @@ ALONE = Place(NOBODY)
 class Shape:
     entries: int
     tokens: int
+    outputs: int  # at least one for each entry, and as many if no row has drafts
     in_teams: bool = False  # on a device: some rows have shared-prefix groups, which need more kernels
 
     @property
@@ -76,9 +77,9 @@ class Forward:
     """The results of a step, on the device that computed it."""
 
     step: StepTensors
-    hidden: Tensor  # after the final norm: [T, hidden] of all tokens if the step is whole; otherwise at least of the last token of each row
-    logits: Tensor  # [P, vocab], of the last token of each scheduled row; a rank has only its part of the vocabulary
-    result: Tensor  # [P] int32: the id, 0 if none was sampled, -1 if a hidden state is not finite
+    hidden: Tensor  # after the final norm: [T, hidden] of all tokens if the step is whole; otherwise at least of the outputs
+    logits: Tensor  # [S, vocab], of the outputs; a rank has only its part of the vocabulary
+    result: Tensor  # [S] int32: the id of each output, 0 if none is sampled, -1 if a hidden state of its row is not finite
 
 
 class Program(Protocol):
@@ -132,7 +133,7 @@ class Eager:
         return self.model.nbytes
 
     def load(self, plan: StepPlan) -> Shape:
-        return self.put(plan, Shape(len(plan.row), sum(plan.num_query), self.share(plan)))
+        return self.put(plan, Shape(*sizes(plan), self.share(plan)))
 
     def share(self, plan: StepPlan) -> bool:
         """Finds the keys that several scheduled rows share. Returns whether cascade (shared-prefix) groups read them."""
@@ -154,31 +155,34 @@ class Eager:
             self.place.after.send(self.model.stream(self._prepared(shape), layers))
             return None
         states, hidden, logits = self.compute(shape, whole, layers)
-        step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
+        step, result = self._step(shape), self._result[: shape.outputs]
         ids = self._sample(logits, step.temperature, step.noise, step.draw_positions)
         finish(self.table.words, self.table.layout, step, ids, states, hidden, result)
         return Forward(step, states if whole else hidden, logits, result)
 
     def compute(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """States of all tokens, hidden states of the last token of each scheduled row, and logits, which are valid until the next step.
+        """States of all tokens, hidden states of the outputs, and logits, which are valid until the next step.
 
         If the step is whole, the first are hidden states, too; otherwise they are what `Decoder.sampled` returns. The rows do not change.
         """
-        step, batch = self.memory.step(shape.entries, shape.tokens), self._prepared(shape)
+        step, batch = self._step(shape), self._prepared(shape)
         if whole or shape.decodes:
             states: Tensor = self.model(batch, layers)
             hidden = states if shape.decodes else states.index_select(0, step.sample_index)
         else:
             hidden, states = self.model.sampled(batch, layers)
-        return states, hidden, self.model.head(hidden, self.logits_memory[: shape.entries])
+        return states, hidden, self.model.head(hidden, self.logits_memory[: shape.outputs])
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)
         return logits
 
+    def _step(self, shape: Shape) -> StepTensors:
+        return self.memory.step(shape.entries, shape.tokens, shape.outputs)
+
     def _prepared(self, shape: Shape) -> ForwardBatch:
         """Returns the batch of a step, read from the rows, with the residual stream of the previous stage."""
-        step = self.memory.step(shape.entries, shape.tokens)
+        step = self._step(shape)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         batch = self._batch(step, shape)
         if self.place.before is not None:
@@ -205,19 +209,28 @@ class Eager:
 
 
 def entries(plan: StepPlan, shape: Shape, groups: int) -> Words:
-    """Returns the plan as packed int32 fields, padded to a shape: query_start | row | start | samples | context_len of each cache group"""
+    """Returns the plan as packed int32 fields, padded to a shape, in the order of `StepTensors`."""
     count, size = len(plan.row), shape.entries
     words = np.zeros((ENTRY_PARTS + groups, part_words(size)), np.int32)
-    (query_start, row, start, samples), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
+    (query_start, row, start, outputs, first_output), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
     query_start[1 : count + 1] = list(accumulate(plan.num_query))
     if size > count:
         query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
     row[:count], row[count:] = plan.row, PADDING
-    start[:count], samples[:count] = plan.start, plan.samples
+    start[:count], outputs[:count] = plan.start, plan.outputs
+    first_output[: size + 1] = np.arange(size + 1)
+    if plan.drafts:
+        first_output[: count + 1] = plan.first_outputs()
+        first_output[count + 1 :] = np.minimum(first_output[count] + np.arange(1, len(first_output) - count), shape.outputs)
     context_len[:] = start[:count] + query_start[1 : count + 1] - query_start[:count]
     for group, lengths in plan.group_lengths.items():
         context_len[group] = lengths
     return words.ravel()
+
+
+def sizes(plan: StepPlan) -> tuple[int, int, int]:
+    """Returns how many entries, tokens and outputs a plan has."""
+    return len(plan.row), sum(plan.num_query), plan.first_outputs()[-1]
 
 
 def _batches(

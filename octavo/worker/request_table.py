@@ -6,7 +6,8 @@
 
 A step sends only the changes, in one upload: runs of int32 values and their destinations. Forks are copies inside the table. A
 sampled id is appended on the device, so the next step can be planned and launched before the host has received it. A freed row needs
-no message: its next owner overwrites it, and nothing after a row's blocks and ids is ever read.
+no message: its next owner overwrites it, and nothing after a row's blocks and ids is ever read. Drafts are written after a row's ids,
+by the plan that computes them, and accepted ones become its ids.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels import logit_edits
-from octavo.kernels.ops import copy_words
+from octavo.kernels.ops import accept, copy_words
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
@@ -61,12 +62,19 @@ class RequestTable:
             runs.extend((self._at(write.row, self.layout.table(group)), np.array(table, np.int32)) for group, table in tables if table)
         for row, length in plan.lengths:
             runs.append((self._at(row, NUM_TOKENS), np.array([length], np.int32)))
+        for entry, ids in plan.drafts.items():
+            place = self.layout.tokens + plan.sampled_position(entry)  # after the row's last id
+            runs.append((self._at(plan.row[entry], place), np.array(ids, np.int32)))
         if plan.new_blocks:
             runs += self._block_runs(plan.new_blocks)
         if runs:
             self._write(runs)
         if plan.last_ids:
             self._replace_last(plan.last_ids)
+
+    def accept(self, drafted: list[tuple[int, int, int, int]], ids: Tensor) -> None:
+        """Appends the ids of these rows, of which some may have drafts: row, position of its first id, its output, number of drafts."""
+        accept(self.words, self.layout, upload(np.array(drafted, np.int32), self.words.device), ids)
 
     def learn(self, tokens: list[Said]) -> None:
         """Appends tokens that another stage of a pipeline has sampled."""

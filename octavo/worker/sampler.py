@@ -7,9 +7,10 @@
                -> others: temperature, min-p, top-k, top-p -> Gumbel noise, argmax
                -> processed logprobs: of the distribution that ids are sampled from, or whose best id greedy rows take
 
-A step samples every row by its temperature alone and appends that id to the row. For rows that need the full sampler the id is
-provisional: they are resampled here, and the new id replaces it. Values that depend on ids are read on the device: nothing waits
-for it. Noise is keyed by (seed, sample) and counted by (token, position), so a row's result depends only on its logits, ids,
+A step samples every output by its temperature alone and appends that id to its row. For rows that need the full sampler the id is
+provisional: they are resampled here, and the new id replaces it. Rows with drafts get their ids here, when all their outputs are
+sampled: a draft is accepted while it is the id sampled from the output before it. Ids are read on the device: nothing waits for it.
+Noise is keyed by (seed, sample) and counted by (token, position), so a row's result depends only on its logits, ids,
 parameters and key. Equal scores go to the lower id. A row of logits that are not finite still yields some valid id, and affects no
 other row.
 """
@@ -17,7 +18,7 @@ other row.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,11 +30,11 @@ from octavo.kernels.reference.sampling import ONE, Draws, Ranking, drawn_from, m
 from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
 from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Masks
+from octavo.worker.executor import Masks, num_drafts
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words, noise_words, redrawn, upload
 
-ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # int32 fields of a resampled row
+OUTPUT, POSITION, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # int32 fields of a resampled row
 ENTRY_WORDS = NOISE + 4
 
 
@@ -57,14 +58,22 @@ class Special:
     logprobs: int | None
 
 
-Chosen = tuple[int, int, Special]  # scheduled row, table row, and its parameters
+class Chosen(NamedTuple):
+    """An output of a row that needs the full sampler."""
+
+    output: int
+    entry: int  # its scheduled row
+    row: int  # of the table
+    position: int  # of the id to sample
+    mask: Words | None  # of a grammar
+    special: Special
 
 
 @dataclass(frozen=True, slots=True)
 class Rankings:
     """Rankings from which logprobs are computed, on their way to the host."""
 
-    entries: list[int]
+    entries: list[int]  # the scheduled row of each
     counts: list[int]
     found: Ranking | None
 
@@ -73,9 +82,12 @@ class Rankings:
         return self if self.found is None else replace(self, found=on_host(self.found))
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Returns the requested logprobs of each scheduled row, for its one token."""
+        """Returns the requested logprobs of each scheduled row, for the ids of its outputs."""
         found = [] if self.found is None else listed(self.found, self.counts)
-        return {entry: [token] for entry, token in zip(self.entries, found, strict=True)}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for entry, token in zip(self.entries, found, strict=True):
+            logprobs.setdefault(entry, []).append(token)
+        return logprobs
 
 
 NO_RANKINGS = Rankings([], [], None)
@@ -99,15 +111,17 @@ class Sampler:
         width = self._vocab_size if self._ranks is None else len(self._ranks.tokens)
         logits = torch.zeros(1, width, dtype=dtype, device=self._device)
         words = torch.zeros(1, ENTRY_WORDS, dtype=torch.int32, device=self._device)
-        draws = _draws(words, words[:, ENTRY])
+        draws = _draws(words)
         edits = self._held(logit_edits.pack(SamplingParams(min_tokens=1), (), []))
         mask_logits(logits, torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device))
-        table = self._table.token_ids, self._table.num_tokens, self._table.num_prompt
-        self._sampling.draw(edit_logits(logits, [0], [0], [edits], *table), draws)
+        table = self._table.token_ids, self._table.num_prompt
+        self._sampling.draw(edit_logits(logits, [0], [0], [0], [edits], *table), draws)
         ids = self._sampling.draw(logits, draws).to(torch.int32)
         self._sampling.rank(logits, ids, 1)
+        self._table.accept([(0, 0, 0, 0)], ids)
+        self._table.words[0] = 0
         if self._processed:
-            self._rank_drawn(logits, [(0, 0, Special(words[0].cpu().numpy(), None, True, False, True, 1))], {}, ids)
+            self._rank_drawn(logits, [Chosen(0, 0, 0, 0, None, Special(words[0].cpu().numpy(), None, True, False, True, 1))], ids)
 
     def apply(self, plan: StepPlan) -> None:
         """Processes the rows that a plan forks and writes."""
@@ -121,56 +135,75 @@ class Sampler:
         """Returns the scheduled rows that are sampled and need the full sampler."""
         if not self._special:
             return []
-        return [entry for entry, (row, sampled) in enumerate(zip(plan.row, plan.samples)) if sampled and row in self._special]
+        return [entry for entry, (row, sampled) in enumerate(zip(plan.row, plan.outputs)) if sampled and row in self._special]
 
-    def sample(
-        self, logits: Tensor, special: list[int], rows: list[int], ids: Tensor, masks: Mapping[int, Masks] | None = None
-    ) -> Rankings:
-        """Resamples scheduled rows that need it. logits: [P, V], raw; rows: the table row of each; ids: [P], changed in place.
+    def sample(self, logits: Tensor, plan: StepPlan, ids: Tensor, masks: Mapping[int, Masks]) -> Rankings:
+        """Resamples the scheduled rows that need it, and appends the ids of these and of rows with drafts. logits: [S, V], raw
 
-        It must run after the step has appended `ids` to their rows: the last id of a row is the provisional one, so the ids before it
-        are the output so far, and its index, num_tokens - 1, is the position that noise is counted by. The new id is stored in
-        `ids` and at that index. An id below 0 marks a row that is not finite, and stays. masks: of rows with a grammar, [words]
+        It must run after the step has sampled `ids` [S], which are changed in place. An id below 0 marks a row that is not finite, and
+        stays. masks: of scheduled rows with a grammar, [outputs, words] each. A row with fewer masks than outputs has no other outputs.
         """
-        masks = masks or {}
-        asked = [(entry, rows[entry], self._special[rows[entry]]) for entry in special]
-        for some in _at_once([one for one in asked if one[0] in masks], self._masked_at_once):
-            entries = _entries(some)
-            words = upload(np.stack([masks[entry] for entry in entries]), self._device)
-            self._draw_again(self._masked(self._chosen(logits, entries), words), list(enumerate(some)), ids)
-        self._draw_again(logits, [(one[0], one) for one in asked if one[0] not in masks and one[2].redrawn], ids)
-        wanted = [one for one in asked if one[2].logprobs is not None]
+        special = self.special(plan)
+        if not special and not plan.drafts:
+            return NO_RANKINGS
+        asked = self._asked_of(plan, special, masks)
+        for some in _at_once([one for one in asked if one.mask is not None], self._masked_at_once):
+            words = upload(np.stack([one.mask for one in some if one.mask is not None]), self._device)
+            self._draw_again(self._masked(self._chosen(logits, _outputs(some)), words), list(enumerate(some)), ids)
+        self._draw_again(logits, [(one.output, one) for one in asked if one.mask is None and one.special.redrawn], ids)
+        self._append(plan, asked, masks, ids)
+        wanted = [one for one in asked if one.special.logprobs is not None]
         if not wanted:
             return NO_RANKINGS
         if self._processed:
-            return self._rank_drawn(logits, wanted, masks, ids)
-        entries, counts = _entries(wanted), _counts(wanted)
-        return Rankings(entries, counts, self._sampling.rank(self._chosen(logits, entries), self._said(ids, entries), max(counts)))
+            return self._rank_drawn(logits, wanted, ids)
+        outputs, counts = _outputs(wanted), _counts(wanted)
+        found = self._sampling.rank(self._chosen(logits, outputs), self._said(ids, outputs), max(counts))
+        return Rankings(_entries(wanted), counts, found)
 
-    def _rank_drawn(self, logits: Tensor, wanted: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> Rankings:
-        """Ranks ids in the distribution they were sampled from, which is recomputed for the requested rows, a few at a time."""
-        entries, counts = _entries(wanted), _counts(wanted)
-        lines = np.stack([one.line for _, _, one in wanted])
-        lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows have no temperature and no filter
-        words = upload(lines, self._device)
+    def _asked_of(self, plan: StepPlan, special: list[int], masks: Mapping[int, Masks]) -> list[Chosen]:
+        """Returns the outputs of these scheduled rows."""
+        first, asked = plan.first_outputs(), []
+        for entry in special:
+            row, output, position, own = plan.row[entry], first[entry], plan.sampled_position(entry), masks.get(entry)
+            for number in range(plan.outputs[entry] if own is None else len(own)):
+                mask = None if own is None else own[number]
+                asked.append(Chosen(output + number, entry, row, position + number, mask, self._special[row]))
+        return asked
+
+    def _append(self, plan: StepPlan, asked: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> None:
+        """Appends the ids of rows that were resampled, or that have drafts."""
+        entries = dict.fromkeys([one.entry for one in asked if one.special.redrawn]) | dict.fromkeys(plan.drafts)
+        first = plan.first_outputs()
+        drafted = [(plan.row[entry], plan.sampled_position(entry), first[entry], num_drafts(plan, entry, masks)) for entry in entries]
+        if drafted:
+            self._table.accept(drafted, ids)
+
+    def _rank_drawn(self, logits: Tensor, wanted: list[Chosen], ids: Tensor) -> Rankings:
+        """Ranks ids in the distribution they were sampled from, which is recomputed for the requested outputs, a few at a time."""
+        outputs, counts = _outputs(wanted), _counts(wanted)
+        lines = _lines(wanted)
+        lines[[one.special.greedy for one in wanted], TEMPERATURE] = 0  # greedy rows have no temperature and no filter
         found = rank_drawn(
-            lambda part: self._scores(logits, wanted[part], masks),
+            lambda part: self._scores(logits, wanted[part]),
             self._vocab_size,
-            _draws(words, words[:, ENTRY]),  # nothing is sampled, so positions do not matter
-            self._said(ids, entries),
-            filtered=any(one.filtered for _, _, one in wanted),
+            _draws(upload(lines, self._device)),
+            self._said(ids, outputs),
+            filtered=any(one.special.filtered for one in wanted),
             rank=lambda scores, chosen: self._sampling.rank(scores, chosen, max(counts)),
             cut=drawn_from if self._ranks is None else self._ranks.drawn_from,
         )
-        return Rankings(entries, counts, found)
+        return Rankings(_entries(wanted), counts, found)
 
-    def _scores(self, logits: Tensor, some: list[Chosen], masks: Mapping[int, Masks]) -> Tensor:
-        """Returns the logits of some scheduled rows, masked and edited as requested, [len(some), V] float32."""
-        chosen = self._chosen(logits, _entries(some))
-        if any(entry in masks for entry in _entries(some)):
-            free = np.full_like(next(iter(masks.values())), -1)
-            chosen = self._masked(chosen, upload(np.stack([masks.get(entry, free) for entry in _entries(some)]), self._device))
-        asking = [place for place, (_, _, one) in enumerate(some) if one.edits is not None]
+    def _scores(self, logits: Tensor, some: list[Chosen]) -> Tensor:
+        """Returns the logits of some outputs, masked and edited as requested, [len(some), V] float32."""
+        chosen = self._chosen(logits, _outputs(some))
+        masks = [one.mask for one in some if one.mask is not None]
+        if masks:
+            free = np.full_like(masks[0], -1)
+            words = np.stack([free if one.mask is None else one.mask for one in some])
+            chosen = self._masked(chosen, upload(words, self._device))
+        asking = [place for place, one in enumerate(some) if one.special.edits is not None]
         if not asking:
             return chosen.float()
         where = upload(np.array(asking, np.int32), self._device)
@@ -178,46 +211,41 @@ class Sampler:
 
     def _edited(self, logits: Tensor, places: list[int], some: list[Chosen]) -> Tensor:
         """Returns the edited rows of logits at these indices, [len(some), V] float32. All of `some` have edits."""
-        table = self._table.token_ids, self._table.num_tokens, self._table.num_prompt
-        edits = [one.edits for _, _, one in some if one.edits is not None]
-        rows = [row for _, row, _ in some]
+        edits = [one.special.edits for one in some if one.special.edits is not None]
+        about = [one.row for one in some], [one.position for one in some], edits, self._table.token_ids, self._table.num_prompt
         if self._ranks is None:
-            return edit_logits(logits, places, rows, edits, *table)
-        return self._ranks.own(edit_logits(self._ranks.whole(logits[places]), list(range(len(places))), rows, edits, *table))
+            return edit_logits(logits, places, *about)
+        return self._ranks.own(edit_logits(self._ranks.whole(logits[places]), list(range(len(places))), *about))
 
     def _masked(self, logits: Tensor, words: Tensor) -> Tensor:
         return mask_logits(logits, words) if self._ranks is None else self._ranks.own(mask_logits(self._ranks.whole(logits), words))
 
     def _draw_again(self, logits: Tensor, some: list[tuple[int, Chosen]], ids: Tensor) -> None:
         """Resamples each of these from its row of logits, which is edited first if requested."""
-        place = {chosen[0]: row for row, chosen in some}
-        for part in _at_once([chosen for _, chosen in some if chosen[2].edits is not None], self._rows_at_once):
-            self._draw(self._edited(logits, [place[entry] for entry in _entries(part)], part), part, ids)
-        others = [chosen for _, chosen in some if chosen[2].edits is None]
+        place = {chosen.output: row for row, chosen in some}
+        for part in _at_once([chosen for _, chosen in some if chosen.special.edits is not None], self._rows_at_once):
+            self._draw(self._edited(logits, [place[output] for output in _outputs(part)], part), part, ids)
+        others = [chosen for _, chosen in some if chosen.special.edits is None]
         if others:
-            self._draw(self._chosen(logits, [place[entry] for entry in _entries(others)]), others, ids)
+            self._draw(self._chosen(logits, [place[output] for output in _outputs(others)]), others, ids)
 
     def _draw(self, scores: Tensor, some: list[Chosen], ids: Tensor) -> None:
         """Samples one id for each from its scores, [len(some), V], and replaces the provisional one."""
-        lines = np.stack([one.line for _, _, one in some])
-        lines[:, ENTRY], lines[:, ROW] = _entries(some), [row for _, row, _ in some]
-        words = upload(lines, self._device)  # [n, ENTRY_WORDS]
-        entries, rows = words[:, :TEMPERATURE].T.long()
-        positions = self._table.num_tokens.index_select(0, rows) - 1
-        drawn = self._sampling.draw(scores, _draws(words, positions))
-        self._table.token_ids[rows, positions.long()] = drawn.to(torch.int32)
-        provisional = ids.index_select(0, entries)
-        ids.index_copy_(0, entries, torch.where(provisional < 0, provisional, drawn.to(ids.dtype)))
+        words = upload(_lines(some), self._device)  # [n, ENTRY_WORDS]
+        outputs = words[:, OUTPUT].long()
+        drawn = self._sampling.draw(scores, _draws(words))
+        provisional = ids.index_select(0, outputs)
+        ids.index_copy_(0, outputs, torch.where(provisional < 0, provisional, drawn.to(ids.dtype)))
 
-    def _chosen(self, source: Tensor, entries: list[int]) -> Tensor:
+    def _chosen(self, source: Tensor, outputs: list[int]) -> Tensor:
         """Returns some rows of a tensor; a view if they are the first ones."""
-        if entries == list(range(len(entries))):
-            return source[: len(entries)]
-        return source.index_select(0, upload(np.array(entries, np.int32), self._device))
+        if outputs == list(range(len(outputs))):
+            return source[: len(outputs)]
+        return source.index_select(0, upload(np.array(outputs, np.int32), self._device))
 
-    def _said(self, ids: Tensor, entries: list[int]) -> Tensor:
-        """Returns the ids of scheduled rows as valid ids of the vocabulary, also for marked rows."""
-        return self._chosen(ids, entries).clamp(min=0)
+    def _said(self, ids: Tensor, outputs: list[int]) -> Tensor:
+        """Returns the ids of outputs as valid ids of the vocabulary, also for marked rows."""
+        return self._chosen(ids, outputs).clamp(min=0)
 
     def _set(self, row: int, special: Special | None) -> None:
         if special is None:
@@ -244,15 +272,25 @@ def _at_once(some: list[Chosen], most: int) -> Iterator[list[Chosen]]:
     return (some[start : start + most] for start in range(0, len(some), most))
 
 
+def _outputs(some: list[Chosen]) -> list[int]:
+    return [one.output for one in some]
+
+
 def _entries(some: list[Chosen]) -> list[int]:
-    return [entry for entry, _, _ in some]
+    return [one.entry for one in some]
 
 
 def _counts(some: list[Chosen]) -> list[int]:
-    return [one.logprobs for _, _, one in some if one.logprobs is not None]
+    return [one.special.logprobs for one in some if one.special.logprobs is not None]
 
 
-def _draws(words: Tensor, positions: Tensor) -> Draws:
+def _lines(some: list[Chosen]) -> Words:
+    lines = np.stack([one.special.line for one in some])
+    lines[:, OUTPUT], lines[:, POSITION] = _outputs(some), [one.position for one in some]
+    return lines
+
+
+def _draws(words: Tensor) -> Draws:
     """words: [n, ENTRY_WORDS]"""
     floats = words.view(torch.float32)
     return Draws(
@@ -261,7 +299,7 @@ def _draws(words: Tensor, positions: Tensor) -> Draws:
         top_p=floats[:, TOP_P],
         min_p=floats[:, MIN_P],
         noise=words[:, NOISE:],
-        positions=positions,
+        positions=words[:, POSITION].contiguous(),
     )
 
 

@@ -58,6 +58,7 @@ class Compared:
     output_values: int = 0
     copies: int = 0
     forks: int = 0
+    rejected: int = 0  # slots of drafts that were rejected
     together: int = 0  # rows of decode steps that shared keys with others
 
     @property
@@ -84,6 +85,7 @@ class Shadow:
         self._layers = [[at for at, spec in enumerate(specs) if spec.layer in group.layers or not group.layers] for group in groups]
         self._group_of = {layer: number for number, layers in enumerate(self._layers) for layer in layers}
         self._tables: dict[int, list[list[int]]] = {}  # row -> blocks in each group, according to the plans
+        self._ends: dict[int, int] = {}  # row -> how many positions were computed or found, with drafts
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
         self._key_of: dict[int, BlockKey] = {}  # block -> its key, while it is sealed
         self._archive: dict[BlockKey, Caches] = {}  # key -> bytes of that block, per layer of its group and buffer
@@ -115,6 +117,21 @@ class Shadow:
             self._set_tables(row, [table[: -(-(length - 1) // span)] for table, span in zip(self._tables[row], self.spans)])
         for row, group, index, block in plan.new_blocks:
             self._set_block(row, self._tables[row][group], index, block)
+
+    def spoil_rejected(self, plan: StepPlan, caches: Caches) -> None:
+        """Fills the slots of rejected drafts with NaN, before the plan that starts with the first of them. caches: the paged ones"""
+        forked = [self._ends[fork.source] for fork in plan.row_forks]  # all reads before any write
+        self._ends |= {fork.row: end for fork, end in zip(plan.row_forks, forked)}
+        self._ends |= {write.row: write.start for write in plan.row_writes}
+        self._ends |= {row: min(self._ends[row], length - 1) for row, length in plan.lengths}
+        for row, start, count in zip(plan.row, plan.start, plan.num_query):
+            rejected = range(start, self._ends[row])
+            self.compared.rejected += len(rejected)
+            for position in rejected if self._ranks == 1 else ():  # otherwise the slot may be on another rank
+                for layers, table, span in zip(self._layers, self._tables[row], self.spans):
+                    slot = position % span
+                    poison([caches[layer] for layer in layers], table[position // span], slice(slot, slot + 1))
+            self._ends[row] = start + count
 
     def _set_tables(self, row: int, tables: list[list[int]]) -> None:
         for block in _held(self._tables.get(row, [])):
@@ -221,6 +238,7 @@ class ShadowedStore:
     def apply(self, plan: StepPlan) -> None:
         self._store.apply(plan)
         self._shadow.apply(plan)
+        self._shadow.spoil_rejected(plan, self.caches)
 
 
 def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plain_backend: Backend = ContiguousBackend) -> Backend:
@@ -320,9 +338,10 @@ class ShadowedProgram:
         if forward is None or seen is None:
             return None
         hidden, logits = seen
-        used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
-        count = entries if len(forward.hidden) == shape.entries else used
-        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (hidden[:count], logits[:entries]))
+        used = int(forward.step.query_start[-1])  # the rest is padding
+        outputs = int(forward.step.first_output[int((forward.step.row >= 0).sum())])
+        count = outputs if len(forward.hidden) == shape.outputs else used
+        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:outputs]), (hidden[:count], logits[:outputs]))
         return forward
 
 

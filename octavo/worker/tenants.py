@@ -20,7 +20,7 @@ class Tenants:
             self._row[sequence], self._sequence[row] = row, sequence
 
     def said(self, plan: StepPlan, result: StepResult) -> list[Said]:
-        """Returns the row and position of each token of a step."""
+        """Returns the row and position of the last token of each sequence in a step. Accepted drafts before it are in the row already."""
         rows = [self._row.get(sequence) for sequence in plan.seq_id]
-        ends = [start + count for start, count in zip(plan.start, plan.num_query)]
-        return [(row, end, tokens[-1]) for row, end, tokens in zip(rows, ends, result.tokens) if tokens and row is not None]
+        sampled = [(entry, row, tokens) for entry, (row, tokens) in enumerate(zip(rows, result.tokens)) if tokens and row is not None]
+        return [(row, plan.sampled_position(entry) + len(tokens) - 1, tokens[-1]) for entry, row, tokens in sampled]

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema_rs
@@ -21,6 +22,7 @@ from octavo.engine import grammar
 from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, FinishReason, StepPlan, TokenLogprobs
+from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.text import grammar_text as limits
 from octavo.text import guidance
@@ -146,6 +148,30 @@ def test_an_answer_matches_as_a_whole(structured: object, pattern: str, depth: i
     texts = {text_of(engine, name, index) for name, index in engine.tokens if engine.reason(name, index) == "stop"}
     assert len(texts) > 1 and all(re.fullmatch(pattern, text, re.DOTALL) for text in texts), texts
     assert sum(engine.reason(*key) == "stop" for key in engine.tokens) >= 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("structured", "pattern"), TEXTS, ids=lambda value: str(value)[:20])
+def test_drafts_change_no_answer(structured: object, pattern: str, depth: int) -> None:
+    """A mask belongs to each output: what may follow a draft, also where the draft is wrong, or is the last that may come."""
+    kinds: list[dict[str, Any]] = [{}, {"min_tokens": 9}, {"ignore_eos": True}, {"stop_token_ids": (3,)}]
+    answers: list[dict[tuple[str, int], tuple[list[int], FinishReason | None]]] = []
+    random, accepted = Random(depth), 0
+
+    def draft(seq: Sequence) -> list[int]:
+        right, known = answers[0][seq.request.request_id, seq.index][0], seq.num_tokens - seq.request.num_prompt
+        return [token if random.random() < 0.8 else random.randrange(VOCAB) for token in [*right[known:], END][: random.randint(0, 5)]]
+
+    for source in (None, draft):
+        engine = engine_of(depth=depth, num_blocks=2000, rows=40)
+        engine.scheduler.drafts.source = source
+        for number, kind in enumerate(kinds):
+            engine.add(f"r{number}", [number, 1, 2], asking(structured, 60, n=2, seed=number, **kind))
+        run(engine)
+        answers.append({key: (tokens, engine.reason(*key)) for key, tokens in engine.tokens.items()})
+        assert engine.scheduler.stats.generation_tokens == sum(map(len, engine.tokens.values())), "tokens were sampled after an end"
+        accepted += sum(len(steps) - len(set(steps)) for steps in engine.token_steps.values())
+    assert answers[0] == answers[1] and accepted
 
 
 # ---- where a text may end

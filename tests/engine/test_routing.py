@@ -71,19 +71,20 @@ def test_a_door_and_an_engine_compute_the_same_digests(prompt: list[int], salt: 
     request = engine.add("a", prompt, sampling(1), salt=salt)
     (seq,) = request.sequences
     engine.kv.prefixes.match(seq)
-    assert Digests(b"k" * 16, b"model").of_prompt(prompt, salt, 4) == [digest[:SHORT] for digest in seq.digests]
+    assert Digests(b"k" * 16, b"model").of_prompt(prompt, salt, 4, {}) == [digest[:SHORT] for digest in seq.digests]
 
 
 def test_salts_identities_and_keys_stay_apart() -> None:
     prompt = array("i", range(33))
-    chains = [Digests(key, identity).of_prompt(prompt, salt, 16) for key in (b"k", b"l") for identity in (b"m", b"n") for salt in ("", "s")]
+    made = [Digests(key, identity) for key in (b"k", b"l") for identity in (b"m", b"n")]
+    chains = [digests.of_prompt(prompt, salt, 16, {}) for digests in made for salt in ("", "s")]
     assert {len(chain) for chain in chains} == {2}
     assert len({digest for chain in chains for digest in chain}) == 16
 
 
 def test_a_digest_covers_what_lies_before_its_block() -> None:
     made = Digests(b"k", b"m")
-    one, other = made.of_prompt([1] * 4 + [5] * 5, "", 4), made.of_prompt([2] * 4 + [5] * 5, "", 4)
+    one, other = made.of_prompt([1] * 4 + [5] * 5, "", 4, {}), made.of_prompt([2] * 4 + [5] * 5, "", 4, {})
     assert one[1] != other[1]
 
 

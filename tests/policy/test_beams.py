@@ -100,7 +100,7 @@ class _Schedule:
         self.engine = FakeEngine(
             block_size=size, num_blocks=shared + self.width * own + rng.randint(0, 3), rows=rng.randint(self.width, 7), budget=8,
             depth=rng.choice([1, 2]) if self.stages == 1 else 1, caching=rng.random() < 0.7, end_ids=rng.choice([(), ENDS]),
-            groups=self.groups, preempt_every=rng.choice([0, 0, 3, 7]), stages=self.stages, row_tokens=1, max_len=64,
+            groups=self.groups, preempt_every=rng.choice([0, 0, 3, 7]), stages=self.stages, max_len=64,
         )  # fmt: skip
         self.searches = 0
         self.ended: set[str] = set()

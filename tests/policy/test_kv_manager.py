@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.errors import ConfigError
 from octavo.messages import AddRequest, StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool, Event
-from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec, one_group, split_layers
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request, Sequence
@@ -99,18 +99,19 @@ class KVMachine(RuleBasedStateMachine):
             self._seal(seq)
 
     @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 99), new=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def grow(self, pick: int, new: list[int]) -> None:
+    @rule(pick=st.integers(0, 99), new=st.lists(st.integers(0, 1), min_size=1, max_size=5), rejected=st.sampled_from([0, 0, 1, 7]))
+    def grow(self, pick: int, new: list[int], rejected: int) -> None:
+        """`rejected`: drafts that are computed after the new tokens, and whose slots count for nothing"""
         seq = self.live[pick % len(self.live)]
         seq.in_flight += 1
         seq.append(new)  # which were sampled by one plan
-        self._allocate(seq, seq.num_tokens - seq.num_planned, must_fit=False)
+        self._allocate(seq, seq.num_tokens - seq.num_planned, must_fit=False, rejected=rejected)
 
-    def _allocate(self, seq: Sequence, count: int, must_fit: bool) -> None:
+    def _allocate(self, seq: Sequence, count: int, must_fit: bool, rejected: int = 0) -> None:
         plan = StepPlan(0)
         before = (self.pool.ref.copy(), list(self.pool.free), dict(self.pool.index), [table.copy() for table in seq.tables])
-        roomy = seq.num_planned + count <= seq.room
-        if not self.kv.allocate(seq, count, plan):
+        roomy = seq.num_planned + count + rejected <= seq.room
+        if not self.kv.allocate(seq, count + rejected, plan):
             assert before == (self.pool.ref, list(self.pool.free), self.pool.index, seq.tables), "a failed allocate changed something"
             assert not must_fit and not roomy and not plan.new_blocks and not plan.copies
             seq.token_ids = seq.token_ids[: max(seq.num_planned, seq.num_computed + 1)]
@@ -120,11 +121,11 @@ class KVMachine(RuleBasedStateMachine):
         assert not roomy or all(block == NULL_BLOCK for *_, block in plan.new_blocks), "there was room, and yet blocks were taken"
         for source, target in plan.copies:
             self.memory[target] = list(self.memory[source])
-        for position in range(seq.num_planned, seq.num_planned + count):
+        for position in range(seq.num_planned, seq.num_planned + count + rejected):
             for group, span in enumerate(self.kv.spans):
                 block = seq.tables[group][position // span]
                 assert self.pool.writable(block), "written while shared or sealed"
-                self.memory[block][position % span] = self._prefix(seq, group, position + 1)
+                self.memory[block][position % span] = self._prefix(seq, group, position + 1) if position < seq.num_tokens else None
         seq.num_planned += count
 
     @precondition(lambda self: self.live)
@@ -176,7 +177,7 @@ class KVMachine(RuleBasedStateMachine):
             assert self.pool.ref[block] == sum(table.count(block) for table in tables)
         for seq in self.live:
             for group, (table, span) in enumerate(zip(seq.tables, self.kv.spans)):
-                assert len(table) == -(-seq.num_planned // span)
+                assert len(table) >= -(-seq.num_planned // span)
                 window = getattr(self.kv.groups[group], "window", None)
                 first = 0 if window is None else max(0, seq.num_computed - window + 1)
                 read = [slot for block in table for slot in self.memory[block][:span]][first : seq.num_planned]
@@ -193,6 +194,21 @@ def test_tables_read_back_their_own_tokens_under_any_calls() -> None:
 @pytest.mark.soak
 def test_tables_read_back_their_own_tokens_under_any_calls_for_long() -> None:
     run_state_machine_as_test(KVMachine, settings=machine_settings(500, 100, SOAK))
+
+
+def test_blocks_of_rejected_drafts_do_not_pay_for_a_copy() -> None:
+    machine = KVMachine()
+    machine.start(4, 6, False, (FULL,))
+    machine.admit(0, [1, 1, 1, 0, 1, 0], "", False)
+    (seq,) = machine.live
+    machine._allocate(seq, 0, must_fit=True, rejected=12)
+    assert len(seq.tables[0]) == 5 and machine.pool.num_free == 0
+    machine.fork(0)
+    seq.in_flight = 1
+    seq.append([0])
+    before = [list(table) for table in seq.tables]
+    assert not machine.kv.allocate(seq, 1, StepPlan(0)), "its block is shared, and none is left for a copy"
+    assert seq.tables == before
 
 
 # promise: another-tenants-salt

@@ -15,9 +15,9 @@ MOMENTS = range(1, 11)  # steps after which it happens: at every place in a bloc
 
 
 def _started(
-    depth: int, groups: tuple[CacheGroup, ...], steps: int, names: str = "a", row_tokens: int = 1
+    depth: int, groups: tuple[CacheGroup, ...], steps: int, names: str = "a", drafts: int = 0
 ) -> tuple[FakeEngine, list[Sequence]]:
-    engine = FakeEngine(block_size=SIZE, depth=depth, groups=groups, row_tokens=row_tokens)
+    engine = FakeEngine(block_size=SIZE, depth=depth, groups=groups, drafts=drafts)
     seqs = [engine.add(name, PROMPT[at:], sampling(16)).sequences[0] for at, name in enumerate(names)]
     for _ in range(steps + depth - 1):
         engine.step()
@@ -32,10 +32,10 @@ def _finish(engine: FakeEngine) -> None:
 
 @DEPTHS
 @GROUPS
-@pytest.mark.parametrize("row_tokens", [1, 3])
-def test_a_fork_at_any_time_goes_on_from_what_its_parent_has_said(groups: tuple[CacheGroup, ...], depth: int, row_tokens: int) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_fork_at_any_time_goes_on_from_what_its_parent_has_said(groups: tuple[CacheGroup, ...], depth: int, drafts: int) -> None:
     for moment in MOMENTS:
-        engine, (seq,) = _started(depth, groups, moment, row_tokens=row_tokens)
+        engine, (seq,) = _started(depth, groups, moment, drafts=drafts)
         if seq.num_tokens == seq.request.num_prompt or seq.row < 0:
             continue
         child, row = engine.fork(seq), seq.row

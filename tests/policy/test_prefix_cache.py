@@ -2,7 +2,8 @@
 
 import pytest
 
-from octavo.messages import LifeRecord
+from octavo.messages import AddRequest, LifeRecord, PinOrder
+from octavo.policy.digests import SHORT
 from tests.support.fake import FakeEngine, sampling
 
 LONG = list(range(20))
@@ -161,3 +162,26 @@ def test_a_large_batch_takes_turns_at_sealing_and_nobody_falls_far_behind(block_
         assert max(crossing) < 64, "one step paid for all"
     engine.run()
     engine.assert_exact()
+
+
+def test_what_a_digest_covers_besides_tokens_separates_hits_pins_and_routing() -> None:
+    engine, prompt = FakeEngine(block_size=4, max_len=60), list(range(13))
+    of_prompt = engine.kv.digests.of_prompt
+
+    def cached(name: str, extras: dict[int, bytes], pin: PinOrder | None = None) -> int:
+        engine.core.add(AddRequest(name, list(prompt), sampling(1), extras=extras, pin=pin))
+        request, ended = engine.scheduler.requests[name], engine.scheduler.on_end
+        found: list[bytes] = []
+        engine.scheduler.on_end = lambda seq, reason: found.extend(seq.digests)
+        while name in engine.scheduler.requests:
+            engine.core.step()
+        engine.scheduler.on_end = ended
+        assert pin is not None or of_prompt(prompt, "", 4, extras) == [digest[:SHORT] for digest in found[:3]]
+        return request.life.cached_tokens
+
+    assert cached("plain", {}) == 0 and cached("again", {}) == 12
+    assert cached("image", {1: b"a cat"}) == 4 and cached("other", {1: b"a dog"}) == 4 and cached("same", {1: b"a cat"}) == 12
+    cached("pin", {1: b"a cat"}, PinOrder("p"))
+    assert engine.scheduler.pins.num_blocks == 3
+    engine.pool.forget()
+    assert cached("held", {1: b"a cat"}) == 12 and cached("not held", {}) < 12

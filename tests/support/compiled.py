@@ -165,7 +165,7 @@ def compile_sampling() -> None:
     floats = lines.view(torch.float32)
     draw(logits, Draws(floats[:, 2], lines[:, 3], floats[:, 4], floats[:, 5], lines[:, 6:10], index.int()))
     rank(logits, index, 5)
-    edit_logits(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
+    edit_logits(logits, [0], [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 1:], lines[:, 0])
 
 
 def compile_every() -> None:

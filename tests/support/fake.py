@@ -8,6 +8,7 @@ not updated). The clock counts steps.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
@@ -112,14 +113,14 @@ class FakeEngine:
         end_ids: tuple[int, ...] = (),
         check: bool = True,
         groups: tuple[CacheGroup, ...] = (FULL,),
-        row_tokens: int = 1,
+        drafts: int = 0,
         stages: int = 1,
         pinned: int = 1 << 30,
         links: int | None = None,
         state_bytes: int = 0,
     ) -> None:
-        """`pinned`: the most blocks that may be. `links`: the most that are hashed in a step. `max_len`: without it, as long as fits into
-        the pool, and no longer than `most_len`.
+        """`drafts`: the most that are proposed for a sequence, right and wrong ones. `pinned`: the most blocks that may be.
+        `links`: the most that are hashed in a step. `max_len`: without it, as long as fits into the pool, and no longer than `most_len`.
         """
         self.pool = BlockPool(num_blocks, self._on_event)
         self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget)
@@ -127,16 +128,17 @@ class FakeEngine:
         limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size, max_pinned_blocks=pinned)
         self.scheduler = Scheduler(
             self.kv, limits, by_priority, end_ids, 5, preempt_every, clock=lambda: float(self.scheduler.step),
-            row_tokens=row_tokens, stages=stages,
+            stages=stages, draft=self._draft if drafts else None,
         )  # fmt: skip
         if links is not None:
             self.scheduler.admission.links_per_step = links
         self.faults = ChosenFaults()
         geometry = CacheGeometry(num_blocks, block_size, self.max_len, 1, groups, state_bytes=state_bytes)
-        self.runner = FakeRunner(geometry, VOCAB, self.faults, row_tokens)
+        self.runner = FakeRunner(geometry, VOCAB, self.faults)
         self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
         self.check = check
+        self._most_drafts, self._random = drafts, Random(num_blocks)
         self.asked: dict[str, tuple[AddRequest, Request]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.chosen: dict[tuple[str, int], list[int]] = {}  # the first tokens of a sample that were not its own
@@ -257,6 +259,18 @@ class FakeEngine:
         end = next((at for at, token in enumerate(text) if token in request.end_ids and at >= len(chosen)), None)
         return (text, "length") if end is None else (text[: end + 1], "stop")
 
+    def _draft(self, seq: Sequence) -> list[int]:
+        """Up to `drafts` ids; each is the one that comes next, or perhaps another one."""
+        request, random = seq.request, self._random
+        output = seq.token_ids[request.num_prompt :]
+        message, _ = self.asked[request.request_id]
+        key, known = request.noise(seq.index), len(output)
+        count = known + self._most_drafts
+        right = expected(
+            message.prompt_token_ids, count, request.root, key, VOCAB, request.end_ids, message.params.min_tokens, message.bad_words, output
+        )
+        return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right[known : random.randint(known, count)]]
+
     def _beam_answers(self, name: str) -> list[tuple[list[int], FinishReason]]:
         message, request = self.asked[name]
         assert message.beams is not None
@@ -314,6 +328,7 @@ class FakeEngine:
         running = {seq.seq_id: seq for seq in self.scheduler.running}
         assert sum(plan.num_query) <= self.scheduler.limits.max_num_batched_tokens
         assert len(set(plan.row)) == len(plan.row)
+        assert all(plan.outputs[entry] == 1 + len(drafts) > 1 for entry, drafts in plan.drafts.items())
         for seq_id, row, start, count in zip(plan.seq_id, plan.row, plan.start, plan.num_query):
             seq = running[seq_id]
             assert seq.row == row and count > 0 and seq.num_planned == start + count

@@ -41,8 +41,10 @@ class Rows:
         ids = ops.sample(logits, words[:, TEMPERATURE].clone().view(torch.float32), noise, lengths).int()
         table.token_ids[where, lengths] = ids
         table.num_tokens[where] += 1
-        special = self.sampler.special(StepPlan(0, row=rows, samples=[True] * len(rows)))
-        found = self.sampler.sample(logits, special, rows, ids, masks).to_host().logprobs()
+        ones = [1] * len(rows)
+        plan = StepPlan(0, row=rows, start=(lengths - 1).tolist(), num_query=ones, outputs=ones)
+        masked = {index: mask[None] for index, mask in (masks or {}).items()}
+        found = self.sampler.sample(logits, plan, ids, masked).to_host().logprobs()
         return Sampled(ids, {index: one for index, (one,) in found.items()})
 
     def said(self, row: int) -> list[int]:

@@ -17,12 +17,11 @@ class Episode:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         size, num_blocks, self.rows = rng.choice((1, 2, 4, 16)), rng.randrange(8, 40), rng.randrange(2, 12)
-        row_tokens = rng.choice((1, 1, 3))
         self.engine = FakeEngine(
             block_size=size,
             num_blocks=num_blocks,
             rows=self.rows,
-            budget=self.rows * row_tokens + rng.choice((0, 3, 12, 60)),
+            budget=self.rows + rng.choice((0, 3, 12, 60)),
             most_len=120,
             depth=rng.choice((1, 2)),
             caching=rng.random() < 0.9,
@@ -30,7 +29,7 @@ class Episode:
             preempt_every=rng.choice((0, 0, 5, 13)),
             end_ids=rng.choice(((), (3,), (1, 2, 3, 4))),
             groups=rng.choice(GROUPS),
-            row_tokens=row_tokens,
+            drafts=rng.choice((0, 0, 1, 4)),
         )
         self.shared = [[rng.randrange(VOCAB) for _ in range(100)] for _ in range(3)]
         self.disturbed: set[str] = set()

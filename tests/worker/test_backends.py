@@ -74,11 +74,8 @@ def test_a_backend_is_chosen_that_supports_the_settings_and_the_layers(
 @pytest.mark.parametrize(
     ("device", "dtype", "spec", "asked", "said"),
     [
-        ("cpu", "float32", {"alibi": True}, {}, "layer 1 needs alibi, which attention backend cpu does not support"),
-        ("cuda", "bfloat16", {"alibi": True}, {},
-         "layer 1 needs alibi, which attention backend triton does not support: set device to cpu"),
-        ("cpu", "float32", {"role": "encoder"}, {"attention_backend": "triton"},
-         f"layer 1 needs role=encoder, which attention backend triton does not support: {NAMED}"),
+        ("cpu", "float32", {"alibi": True}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+         "layer 1 needs alibi, and decode_context_parallel_size is 2: set it to 1"),
         ("cuda", "bfloat16", {"sinks": True}, {"attention_backend": "flashinfer"},
          f"layer 1 needs sinks, which attention backend flashinfer does not support: {NAMED}"),
         ("cuda", "bfloat16", {"head_dim": 80}, {"attention_backend": "flashinfer"},
@@ -100,7 +97,7 @@ def test_a_backend_is_chosen_that_supports_the_settings_and_the_layers(
          "enable_prefix_caching is True, and attention backend contiguous shares no blocks: "
          f"set enable_prefix_caching=False (--no-enable-prefix-caching), or {NAMED}"),
         ("cuda", "bfloat16", {"soft_cap": 3.0}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-         "layer 1 needs soft_cap, which attention backend triton does not support: set device to cpu"),
+         "layer 1 needs soft_cap, and decode_context_parallel_size is 2: set it to 1"),
         ("cuda", "bfloat16", {}, {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "attention_backend": "flashinfer"},
          "decode_context_parallel_size is 2, and attention backend flashinfer cannot attend to a part of a context: "
          f"set it to 1, or {NAMED}"),
@@ -150,8 +147,10 @@ class PlainBackend(CpuBackend):
     def prepare(batch: ForwardBatch) -> Any:
         return {"plain": CpuBackend.prepare(batch)}
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return super().attend(q, cache, replace(batch, attention=batch.attention["plain"]), out, sinks)
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
+        return super().attend(q, cache, replace(batch, attention=batch.attention["plain"]), out, sinks, slopes)
 
 
 @pytest.fixture(params=["one cache group", "several"])

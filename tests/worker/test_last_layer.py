@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -102,7 +103,7 @@ def test_what_is_not_finite_in_a_cache_shows_in_its_own_row_wherever_it_is(
     hook.remove()
     entry = 0 if token < 5 else 1 if token == 5 else 2
     assert not states[token].isfinite().all()
-    assert _bad_entries(states, hidden, batch.query_start.int().numpy()) == {entry}
+    assert _bad_entries(states, hidden, batch.query_start.int().numpy(), np.arange(4, dtype=np.int32)) == {entry}
 
 
 SIZE = 8

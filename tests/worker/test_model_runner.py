@@ -20,7 +20,7 @@ from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
-from octavo.worker.program import Shape, entries
+from octavo.worker.program import Shape, entries, sizes
 from octavo.worker.request_table import RequestTable, send
 
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,), "bfloat16")}) for layer in range(2)]
@@ -37,10 +37,10 @@ def new_table(block_size: int = 16, links: tuple[int, ...] = (1,)) -> RequestTab
 
 
 def prepared(plan: StepPlan, table: RequestTable, block_size: int) -> StepTensors:
-    shape = Shape(len(plan.row), sum(plan.num_query))
-    memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
+    shape = Shape(*sizes(plan))
+    memory = StepMemory(table.layout, 4 * ROWS, 2 * ROWS * MAX_LEN, torch.device("cpu"))
     send(entries(plan, shape, table.layout.groups), memory.entries)
-    step = memory.step(shape.entries, shape.tokens)
+    step = memory.step(shape.entries, shape.tokens, shape.outputs)
     step.tables.fill_(77)  # of another step
     prepare(table.words, table.layout, block_size, step)
     return step
@@ -67,17 +67,21 @@ def mixed_plans(draw: st.DrawFn) -> Mixed:
     for row in draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True)):
         length = draw(st.integers(1, MAX_LEN))
         start = draw(st.integers(0, length - 1))
-        count = draw(st.integers(1, length - start))
-        tokens = [1000 * row + place for place in range(length)]
+        samples = draw(st.booleans())
+        drafts = draw(st.integers(0, min(3, MAX_LEN - length))) if samples else 0
+        count = (length - start if samples else draw(st.integers(1, length - start))) + drafts
+        tokens = [1000 * row + place for place in range(length + drafts)]
         all_tables = [[next(blocks) for _ in range(-(-(start + count) // (size * many)))] for many in links]
         known = draw(st.integers(0, len(all_tables[0])))  # the rest comes as new blocks of this step
-        plan.row_writes.append(write(row, tokens, *(table[:known] for table in all_tables)))
+        plan.row_writes.append(write(row, tokens[:length], *(table[:known] for table in all_tables)))
         for group, table in enumerate(all_tables):
             plan.new_blocks += [(row, group, index, block) for index, block in enumerate(table) if index >= known]
         plan.row.append(row)
         plan.start.append(start)
         plan.num_query.append(count)
-        plan.samples.append(draw(st.booleans()))
+        plan.outputs.append(samples + drafts)
+        if drafts:
+            plan.drafts[len(plan.row) - 1] = tokens[length:]
         if len(links) > 1:  # the last group has some positions only
             plan.group_lengths.setdefault(1, []).append(draw(st.integers(0, start + count)))
         all_tokens[row], tables[row] = tokens, all_tables
@@ -109,14 +113,17 @@ def test_a_mixed_plan_is_read_out_of_the_rows(case: Mixed) -> None:
         held = [-(-length // span) for length in lengths]
         filled = [tables[row][:count] + [0] * (max(held) - count) for row, count in zip(plan.row, held)]
         assert step.tables[group, :, : max(held)].tolist() == filled
-    assert step.sample_index.tolist() == [sum(plan.num_query[: entry + 1]) - 1 for entry in range(len(plan.row))]
-    assert step.samples.tolist() == plan.samples and step.draw_positions.tolist() == [len(tokens[row]) for row in plan.row]
+    assert step.outputs.tolist() == plan.outputs and step.first_output.tolist() == list(plan.first_outputs())
+    sampled = [(entry, end - back) for entry, end in enumerate(ends) for back in range(max(1, plan.outputs[entry]) - 1, -1, -1)]
+    assert [places[at] for at in step.sample_index.tolist()] == [(plan.row[entry], position - 1) for entry, position in sampled]
+    assert step.draw_positions.tolist() == [position for _, position in sampled]
+    assert step.noise[:, 0].tolist() == [plan.row[entry] for entry, _ in sampled]
 
 
 def test_the_table_of_a_short_row_is_filled_up_with_the_null_block() -> None:
     table = new_table()
     table.apply(StepPlan(1, row_writes=[write(1, [7] * 90, [1, 2, 3, 4, 5, 6]), write(4, [8], [9])]))
-    step = prepared(StepPlan(2, row=[4, 1], start=[0, 89], num_query=[1, 1], samples=[True, True]), table, 16)
+    step = prepared(StepPlan(2, row=[4, 1], start=[0, 89], num_query=[1, 1], outputs=[1, 1]), table, 16)
     assert step.tables[0, :, :6].tolist() == [[9, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
 
 
@@ -124,10 +131,10 @@ def test_as_many_tokens_as_entries_are_not_always_one_each() -> None:
     table = new_table()
     table.apply(StepPlan(1, row_writes=[write(1, [7, 8, 9], [1]), write(4, [5], [9])]))
     memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
-    plan = StepPlan(2, row=[1, 4], start=[0, 0], num_query=[3, 1], samples=[True, True])
-    words = entries(plan, Shape(4, 16), 1)  # padded to four entries, two of them without a token
+    plan = StepPlan(2, row=[1, 4], start=[0, 0], num_query=[3, 1], outputs=[1, 1])
+    words = entries(plan, Shape(4, 16, 4), 1)  # padded to four entries, two of them without a token
     send(words, memory.entries)
-    step = memory.step(4, 4)
+    step = memory.step(4, 4, 4)
     prepare(table.words, table.layout, 16, step)
     assert step.token_ids.tolist() == [7, 8, 9, 5] and step.positions.tolist() == [0, 1, 2, 0]
 
@@ -254,8 +261,8 @@ def test_poison_fills_one_block_and_no_other() -> None:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_rows_that_are_not_finite_are_marked_by_their_entry(counts: list[int], data: st.DataObject) -> None:
-    plan = StepPlan(1, list(range(len(counts))), start=[0] * len(counts), num_query=counts, samples=[True] * len(counts))
-    table, total = new_table(), sum(counts)
+    rows, table, total = list(range(len(counts))), new_table(), sum(counts)
+    plan = StepPlan(1, rows, start=[0] * len(counts), num_query=counts, outputs=[1] * len(counts))
     table.apply(StepPlan(0, row_writes=[write(row, [1] * count, [1]) for row, count in enumerate(counts)]))
     step = prepared(plan, table, 16)
     hidden, ids = torch.zeros(len(counts), 2), torch.arange(len(counts)) + 50

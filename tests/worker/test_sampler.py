@@ -197,8 +197,8 @@ def test_penalties_and_min_tokens_follow_their_rules(
             want[t] = -INF
     raw = torch.tensor([[0.0] * 8, logits])
     ids = torch.tensor([[0] * 25, [*prompt, *output, *[7] * 25][:25]], dtype=torch.int32)  # the newest id is provisional
-    lengths, prompts = torch.tensor([0, len(prompt + output) + 1]), torch.tensor([0, len(prompt)])
-    scores = edit_logits(raw, [1], [1], [unpack(pack(params, end_ids, []))], ids, lengths, prompts)
+    prompts = torch.tensor([0, len(prompt)])
+    scores = edit_logits(raw, [1], [1], [len(prompt + output)], [unpack(pack(params, end_ids, []))], ids, prompts)
     assert scores[0].tolist() == pytest.approx(want, rel=1e-5, abs=1e-5)
     assert raw[1].tolist() == logits, "the caller's logits are left alone"
 

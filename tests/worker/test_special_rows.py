@@ -26,20 +26,20 @@ def write(row: int, params: SamplingParams, ids: list[int] | None = None, num_pr
 def test_a_row_that_is_not_finite_stays_marked() -> None:
     rows = Rows(ROWS, VOCAB)
     rows.apply(StepPlan(0, row_writes=[write(0, SamplingParams(top_k=3, logprobs=1))]))
-    ids = torch.tensor([-1], dtype=torch.int32)
-    found = rows.sampler.sample(torch.full((1, VOCAB), torch.nan), [0], [0], ids)
+    ids, plan = torch.tensor([-1], dtype=torch.int32), StepPlan(1, row=[0], start=[1], num_query=[1], outputs=[1])
+    found = rows.sampler.sample(torch.full((1, VOCAB), torch.nan), plan, ids, {})
     assert ids.tolist() == [-1] and list(found.logprobs()) == [0]
 
 
 def test_nothing_is_special_where_nobody_asks_for_more() -> None:
-    rows, plan = Rows(ROWS, VOCAB), StepPlan(0, row=[0, 1], samples=[True, True])
+    rows, plan = Rows(ROWS, VOCAB), StepPlan(0, row=[0, 1], outputs=[1, 1])
     plain = [SamplingParams(), SamplingParams(temperature=0, top_k=7, top_p=0.5)]  # filters cannot change the best one
     plan.row_writes = [write(row, params) for row, params in enumerate(plain)]
     rows.apply(plan)
     assert rows.sampler.special(plan) == []
     rows.apply(StepPlan(1, row_writes=[write(1, SamplingParams(logprobs=0))]))
     assert rows.sampler.special(plan) == [1]
-    assert rows.sampler.special(StepPlan(2, row=[1, 0], samples=[False, True])) == []
+    assert rows.sampler.special(StepPlan(2, row=[1, 0], outputs=[0, 1])) == []
     rows.apply(StepPlan(3, row_writes=[replace(plan.row_writes[0], row=1)]))
     assert rows.sampler.special(plan) == [], "the next tenant asks for nothing"
 
@@ -73,7 +73,7 @@ def test_a_fork_asks_for_what_its_parent_does_with_noise_of_its_own(at_once: int
 def test_the_warm_up_leaves_no_trace(dtype: torch.dtype, processed: bool) -> None:
     rows = Rows(ROWS, VOCAB, processed=processed)
     rows.sampler.warm_up(dtype)
-    assert not rows.table.words.any() and rows.sampler.special(StepPlan(0, row=[0], samples=[True])) == []
+    assert not rows.table.words.any() and rows.sampler.special(StepPlan(0, row=[0], outputs=[1])) == []
 
 
 class Matrix:

@@ -4,6 +4,7 @@ They use numpy, which is faster than torch for the small arrays of a decode step
 """
 
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.kernels.step_tensors import NO_SLOT, StepTensors
+
+Words = NDArray[np.int32]
+Arrays = dict[str, NDArray[Any]]
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
@@ -37,8 +41,10 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     else:
         token_rows = rows.repeat(counts)
         positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
+    after = firsts + counts  # the position after the last token of each scheduled row
     if padded:  # padding reads row 0, and writes nothing
         positions[token_rows < 0] = 0
+        after[rows < 0] = 0
     _fill(out["positions"], positions, token_rows)
     _fill(out["token_ids"], lines[token_rows, layout.tokens + positions], token_rows)
     for group, (links, context) in enumerate(zip(layout.links, out["context_len"])):
@@ -49,13 +55,23 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
         longest = int(held.max())
         tables = lines[rows, table : table + longest]
         out["tables"][group][:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
-    out["sample_index"][:] = np.maximum(starts[1:] - 1, 0)
+    _fill_outputs(out, lines, rows, starts[1:], after)
+
+
+def _fill_outputs(out: Arrays, lines: Words, rows: Words, ends: Words, after: Words) -> None:
+    """Fills what a step needs of each output. ends, after: the token and the position after the last ones of each scheduled row"""
+    if out["outputs"].max() > 1:  # some rows have drafts
+        counts = np.diff(out["first_output"])
+        last = out["first_output"][1:].repeat(counts) - 1
+        behind = last - np.arange(len(last))  # outputs of the same row after this one
+        rows, ends, after = rows.repeat(counts), ends.repeat(counts) - behind, after.repeat(counts) - behind
+    out["sample_index"][:] = np.maximum(ends - 1, 0)
+    out["draw_positions"][:] = after
     heads = lines[rows, :HEAD]
-    if padded:
+    if rows[-1] < 0:
         heads[rows < 0] = 0
     out["temperature"][:] = heads[:, TEMPERATURE].view(np.float32)
     out["noise"][:] = heads[:, NOISE : NOISE + NOISE_WORDS]
-    out["draw_positions"][:] = heads[:, NUM_TOKENS]
 
 
 def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], rows: NDArray[np.int32], padding: int = 0) -> None:
@@ -65,29 +81,47 @@ def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], rows: NDArray[n
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
+    """Appends the sampled ids to their rows, except to rows with drafts, whose ids `accept` appends.
 
-    states: of all tokens [T, any size]; hidden: of the last token of each scheduled row [entries, size], which may be the same tensor
+    states: of all tokens [T, any size]; hidden: of each output [S, size], which may be the same tensor
+    result [S]: the id of each output, 0 if none is sampled, -1 if states of its row are not finite
     """
     lines, host, found = words.numpy(), step.on_host(), result.numpy()
-    rows, starts = host["row"], host["query_start"]
-    (sampled,) = host["samples"].nonzero()  # padding is never sampled from
-    places = rows[sampled]
-    lengths, tokens = lines[places, NUM_TOKENS], ids.numpy()[sampled]
-    lines[places, layout.tokens + lengths] = tokens
-    lines[places, NUM_TOKENS] = lengths + 1
+    rows, first, tokens = host["row"], host["first_output"], ids.numpy()
+    (alone,) = (host["outputs"] == 1).nonzero()  # padding is never sampled from
+    places, outputs = rows[alone], first[alone]
+    lengths = lines[places, NUM_TOKENS]
     found[:] = 0
-    found[sampled] = tokens
-    for entry in _bad_entries(states, hidden, starts):
+    found[outputs] = lines[places, layout.tokens + lengths] = tokens[outputs]
+    lines[places, NUM_TOKENS] = lengths + 1
+    for entry in (host["outputs"] > 1).nonzero()[0].tolist():
+        found[first[entry] : first[entry + 1]] = tokens[first[entry] : first[entry + 1]]
+    for entry in _bad_entries(states, hidden, host["query_start"], first):
         if entry < len(rows) and rows[entry] >= 0:
-            found[entry] = -1
+            found[first[entry] : first[entry + 1]] = -1
 
 
-def _bad_entries(states: Tensor, hidden: Tensor, starts: NDArray[np.int32]) -> set[int]:
+def accept(words: Tensor, layout: RowLayout, drafted: Tensor, ids: Tensor) -> None:
+    """Appends ids to rows that contain their drafts already: a draft is accepted while it is the id sampled before it, then one id more.
+
+    drafted [N, 4] int32: table row, position of the first id, its output, number of drafts. ids: of each output, [S]
+    """
+    lines, tokens = words.numpy(), ids.numpy()
+    for row, position, output, count in drafted.tolist():
+        line = lines[row, layout.tokens + position :]
+        accepted = int((line[:count] == tokens[output : output + count]).cumprod().sum())
+        line[accepted] = max(tokens[output + accepted], 0)
+        lines[row, NUM_TOKENS] = position + accepted + 1
+
+
+def _bad_entries(states: Tensor, hidden: Tensor, starts: Words, first_output: Words) -> set[int]:
     """Returns the scheduled rows with values that are not finite. Tokens after the last row count as one more."""
-    bad = set() if hidden is states else set(_not_finite(hidden).tolist())
-    tokens = _not_finite(states)
-    return bad | set((np.searchsorted(starts, tokens, side="right") - 1).tolist()) if len(tokens) else bad
+    bad = set() if hidden is states else _owners(_not_finite(hidden), first_output)
+    return bad | _owners(_not_finite(states), starts)
+
+
+def _owners(places: NDArray[np.int64], starts: Words) -> set[int]:
+    return set((np.searchsorted(starts, places, side="right") - 1).tolist()) if len(places) else set()
 
 
 def _not_finite(states: Tensor) -> NDArray[np.int64]:

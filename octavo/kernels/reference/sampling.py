@@ -194,22 +194,22 @@ def gumbel(noise: Tensor) -> Tensor:
 
 # -- the logit edits of a request: allowed ids, bans, bias, penalties, in this order
 #
-# A row's last id is provisional: it was sampled from the same logits before they were edited. Only the ids before it count.
+# A row may contain a provisional id, which was sampled from the same logits before they were edited. Only the ids before it count.
 
 
 def edit_logits(
-    logits: Tensor,  # [P, V]
-    entries: list[int],  # which rows of logits
+    logits: Tensor,  # [S, V]
+    outputs: list[int],  # which rows of logits
     rows: list[int],  # the table row of each
+    positions: list[int],  # of the id to sample
     edits: list[LogitEdits],  # the edits of each
     token_ids: Tensor,  # [rows, positions]
-    num_tokens: Tensor,  # [rows], including the provisional one
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """Returns the edited logits of these scheduled rows, [len(entries), V] float32."""
-    scores = logits[entries].float()  # a copy
-    for score, row, asked in zip(scores, rows, edits, strict=True):
-        ids = token_ids[row, : int(num_tokens[row]) - 1]
+    """Returns the edited logits of these outputs, [len(outputs), V] float32."""
+    scores = logits[outputs].float()  # a copy
+    for score, row, position, asked in zip(scores, rows, positions, edits, strict=True):
+        ids = token_ids[row, :position]
         _edit(score, ids, ids[int(num_prompt[row]) :], asked)
     return scores
 

@@ -19,16 +19,17 @@ def test_rows_are_adjusted_as_by_the_twin(device: str, batch: list[Asked], seed:
     monkey = pytest.MonkeyPatch()
     monkey.setattr(kernels, "CHUNK", 8)  # ids and lists in more than one piece
     logits = torch.randn(len(batch) + 2, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
-    lines = torch.full((2 * len(batch), 2 + 40), 7, dtype=torch.int32)  # lengths, then ids; every second line is nobody's
+    lines = torch.full((2 * len(batch), 1 + 40), 7, dtype=torch.int32)  # prompt, then ids; every second line is nobody's
     for line, asked in zip(lines[1::2], batch):
-        line[:2] = torch.tensor([len(asked.ids) + 1, asked.num_prompt])
-        line[2 : 2 + len(asked.ids)] = torch.tensor(asked.ids)
-    entries, rows = list(range(len(batch), 0, -1)), list(range(1, 2 * len(batch), 2))
+        line[0] = asked.num_prompt
+        line[1 : 1 + len(asked.ids)] = torch.tensor(asked.ids)
+    outputs, rows, positions = list(range(len(batch), 0, -1)), list(range(1, 2 * len(batch), 2)), [len(asked.ids) for asked in batch]
     found = []
     packed = [pack(asked.params, asked.end_ids, asked.bad_words) for asked in batch]
     ways = ((kernels.edit_logits, device, lambda words: torch.from_numpy(words).to(device)), (twin.edit_logits, "cpu", unpack))
     for edit_logits, where, held in ways:
         table, edits = lines.to(where), [held(words) for words in packed]
-        found.append(edit_logits(logits.to(where, torch.bfloat16), entries, rows, edits, table[:, 2:], table[:, 0], table[:, 1]).cpu())
+        given = logits.to(where, torch.bfloat16)
+        found.append(edit_logits(given, outputs, rows, positions, edits, table[:, 1:], table[:, 0]).cpu())
     monkey.undo()
     assert torch.allclose(found[0], found[1], rtol=1e-6, atol=1e-6), (found[0] - found[1]).abs().nan_to_num()

@@ -1,5 +1,6 @@
 """The kernels around a forward against their twins: random rows, padded steps, states that are not finite."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -23,22 +24,32 @@ def random_words(rng: Random) -> Tensor:
 
 
 def random_entries(rng: Random, words: Tensor, padded: int, tokens: int) -> list[int]:
-    """Some rows, some of their last tokens each; the rest is padding: of a token each where all entries have one."""
+    """Some rows, some of their last tokens each; the rest is padding: of a token each where all entries have one.
+
+    Where there are more tokens than entries, some of the last tokens are drafts, with the outputs of padding rows.
+    """
     chosen = rng.sample(range(ROWS), rng.randint(1, min(padded, ROWS)))
     lengths = [int(words[row, NUM_TOKENS]) for row in chosen]
     counts = [1 if padded == tokens else rng.randint(1, min(length, tokens // len(chosen))) for length in lengths]
     counts += [int(padded == tokens)] * (padded - len(chosen))
     starts = [length - count for length, count in zip(lengths, counts)]
     query_start = [sum(counts[:number]) for number in range(padded + 1)]
-    idle = padded - len(chosen)
-    rests = chosen + [-1] * idle, starts + [0] * idle, [rng.randint(0, 1) for _ in chosen] + [0] * idle
+    idle = spare = padded - len(chosen)
+    outputs, first_output = [rng.randint(0, 1) for _ in chosen], [0]
+    for number, count in enumerate(counts[: len(chosen)]):
+        drafts = rng.randint(0, min(spare, count - 1)) if outputs[number] else 0
+        outputs[number] += drafts
+        spare -= drafts
+        first_output.append(first_output[-1] + max(1, outputs[number]))
+    first_output += [min(first_output[-1] + number, padded) for number in range(1, idle + 1)]
     some = [rng.randint(1, length) for length in lengths]  # a cache group may have fewer positions
-    parts = query_start, *rests, lengths + [0] * idle, some + [0] * idle
+    rests = chosen + [-1] * idle, starts + [0] * idle, outputs + [0] * idle
+    parts = query_start, *rests, first_output, lengths + [0] * idle, some + [0] * idle
     return [word for part in parts for word in part + [9] * (part_words(padded) - len(part))]  # what fills a part up is not read
 
 
 def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTensors:
-    step = StepMemory(LAYOUT, padded, tokens, torch.device(device)).step(padded, tokens)
+    step = StepMemory(LAYOUT, padded, tokens, torch.device(device)).step(padded, tokens, padded)
     for tensor in (step.token_ids, step.positions, step.slots, step.sample_index, step.noise, step.draw_positions):
         tensor.fill_(-77)  # whatever lies there
     step.entries.copy_(torch.tensor(entries, dtype=torch.int32))
@@ -81,7 +92,29 @@ def test_a_step_out_of_the_rows_and_its_results_back_into_them(
     assert torch.equal(one.temperature.view(torch.int32), other.temperature.cpu().view(torch.int32))
     for mine, its in zip(ours, theirs, strict=True):
         assert torch.equal(mine, its.cpu())
-    assert int((ours[1] == -1).sum()) == 1 and (spoiled == "states" or ours[1][0] == -1)
+    bad = (ours[1] == -1).nonzero().flatten().tolist()
+    first = one.first_output.tolist()
+    assert bad in [list(range(*ends)) for ends in pairwise(first)] and (spoiled == "states" or bad[0] == 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_drafts_are_accepted_up_to_the_first_that_differs(count: int, device: str) -> None:
+    for wrong in range(-1, count):
+        rng, words = Random(count), random_words(Random(wrong))
+        ids = torch.tensor([rng.randrange(VOCAB) for _ in range(12)], dtype=torch.int32)
+        drafted = torch.tensor([[4, 1000, 3, count], [1, 7, 0, 0]], dtype=torch.int32)
+        words[4, LAYOUT.tokens + 1000 :][:count] = ids[3 : 3 + count]
+        if wrong >= 0:
+            words[4, LAYOUT.tokens + 1000 + wrong] += 1
+            words[4, LAYOUT.tokens + 1000 + wrong + 1 :][:1] = ids[3 + wrong + 1]  # equal again behind it
+        found = []
+        for module, place in ((twin, "cpu"), (kernel, device)):
+            found.append(words.clone().to(place))
+            module.accept(found[-1], LAYOUT, drafted.to(place), ids.to(place))
+        assert torch.equal(found[0], found[1].cpu())
+        accepted = count if wrong < 0 else wrong
+        assert found[0][[4, 1], NUM_TOKENS].tolist() == [1000 + accepted + 1, 8]
+        assert found[0][4, LAYOUT.tokens + 1000 :][: accepted + 1].tolist() == ids[3 : 3 + accepted + 1].tolist()
 
 
 def test_runs_of_words_go_where_they_are_told_and_nowhere_else(device: str) -> None:

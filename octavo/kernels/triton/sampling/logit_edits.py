@@ -27,8 +27,8 @@ BANNED = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def ask_of(entries, place):
-    return tl.load(entries + place * 3 + 2).to(tl.pointer_type(tl.int32))
+def ask_of(lines, place):
+    return tl.load(lines + place * 4 + 3).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -37,12 +37,12 @@ def load_float(at):
 
 
 @triton.jit
-def lay_out(logits, entries, scores, marks, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
+def lay_out(logits, lines, scores, marks, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = token < VOCAB
-    score = tl.load(logits + tl.load(entries + place * 3) * STRIDE + token, mask=inside, other=0.0).to(tl.float32)
-    some_only = tl.load(ask_of(entries, place) + AT_ALLOWED) > 0
+    score = tl.load(logits + tl.load(lines + place * 4) * STRIDE + token, mask=inside, other=0.0).to(tl.float32)
+    some_only = tl.load(ask_of(lines, place) + AT_ALLOWED) > 0
     tl.store(scores + place * VOCAB + token, tl.where(some_only, float("-inf"), score), mask=inside)
     tl.store(marks + place * VOCAB + token, tl.zeros([TILE], tl.int32), mask=inside)
 
@@ -62,12 +62,11 @@ def completing(starts, ids, word, num_words, longest, output, length, VOCAB: tl.
     return token, stands & (token < VOCAB)
 
 
-@triton.jit(do_not_specialize=["row_step"], do_not_specialize_on_alignment=["token_ids", "num_tokens", "num_prompt"])
+@triton.jit(do_not_specialize=["row_step"], do_not_specialize_on_alignment=["token_ids", "num_prompt"])
 def edit_rows(
     logits,
-    entries,
+    lines,
     token_ids,
-    num_tokens,
     num_prompt,
     scores,
     marks,
@@ -78,14 +77,14 @@ def edit_rows(
 ):
     place = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
-    row = tl.load(entries + place * 3 + 1) * row_step
-    ask = ask_of(entries, place)
-    logits += tl.load(entries + place * 3) * STRIDE
+    row = tl.load(lines + place * 4 + 1) * row_step
+    ask = ask_of(lines, place)
+    logits += tl.load(lines + place * 4) * STRIDE
     scores += place * VOCAB
     marks += place * VOCAB
     ids = token_ids + row
     prompt = tl.load(num_prompt + row)
-    length = tl.load(num_tokens + row) - 1 - prompt  # of the output, without the provisional id
+    length = tl.load(lines + place * 4 + 2).to(tl.int32) - prompt  # of the output
     num_allowed, num_bias = tl.load(ask + AT_ALLOWED), tl.load(ask + AT_BIAS)
     num_ends, num_words = tl.load(ask + AT_ENDS), tl.load(ask + AT_WORDS)
     allowed = ask + HEAD
@@ -155,29 +154,29 @@ def edit_rows(
 
 
 def edit_logits(
-    logits: Tensor,  # [P, V]
-    entries: list[int],  # which rows of logits
+    logits: Tensor,  # [S, V]
+    outputs: list[int],  # which rows of logits
     rows: list[int],  # the table row of each
+    positions: list[int],  # of the id to sample: only the ids before it count
     asks: list[Tensor],  # the edits of each, packed, int32
     token_ids: Tensor,  # [rows, positions]
-    num_tokens: Tensor,  # [rows], including the provisional one
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """Returns the adjusted logits of these scheduled rows, [len(entries), V] float32."""
+    """Returns the adjusted logits of these outputs, [len(outputs), V] float32."""
     assert logits.stride(1) == 1 and token_ids.stride(1) == 1
     row_step = token_ids.stride(0)
-    assert {num_tokens.stride(0), num_prompt.stride(0)} == {row_step}
-    count, vocab, device = len(entries), logits.shape[1], logits.device
+    assert num_prompt.stride(0) == row_step
+    count, vocab, device = len(outputs), logits.shape[1], logits.device
     scores = torch.empty(count, vocab, device=device)
     if count == 0:
         return scores
     marks = torch.empty(count, vocab, dtype=torch.int32, device=device)
-    lines = [(entry, row, ask.data_ptr()) for entry, row, ask in zip(entries, rows, asks, strict=True)]
-    table = torch.tensor(lines, dtype=torch.int64, pin_memory=logits.is_cuda).to(device, non_blocking=True)  # [n, 3]
+    numbers = [(*line, ask.data_ptr()) for *line, ask in zip(outputs, rows, positions, asks, strict=True)]
+    lines = torch.tensor(numbers, dtype=torch.int64, pin_memory=logits.is_cuda).to(device, non_blocking=True)  # [n, 4]
     shape = {"VOCAB": vocab, "STRIDE": logits.stride(0)}
-    lay_out[(count, triton.cdiv(vocab, TILE))](logits, table, scores, marks, **shape, TILE=TILE, num_warps=4)
+    lay_out[(count, triton.cdiv(vocab, TILE))](logits, lines, scores, marks, **shape, TILE=TILE, num_warps=4)
     edit_rows[(count,)](
-        logits, table, token_ids, num_tokens, num_prompt, scores, marks, row_step,
+        logits, lines, token_ids, num_prompt, scores, marks, row_step,
         **shape, CHUNK=CHUNK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return scores

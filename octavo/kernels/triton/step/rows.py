@@ -33,6 +33,7 @@ def prepare_entries(
     rows,
     starts,
     context_len,
+    first_output,
     token_ids,
     positions,
     slots,
@@ -88,12 +89,17 @@ def prepare_entries(
             index = at + lane
             blocks = tl.load(line + AT_TABLE + group * table_width + index, mask=index < held)
             tl.store(tables + group * tables_stride + entry.to(tl.int64) * table_width + index, blocks, mask=index < held)
-    tl.store(sample_index + entry, tl.maximum(end - 1, 0).to(tl.int64))
+    after = tl.where(present, first + end - begin, 0)  # the position after its last token
     warmth = tl.load(line + AT_TEMPERATURE, mask=present, other=0).to(tl.float32, bitcast=True)
-    tl.store(temperature + entry, warmth)
-    tl.store(draw_positions + entry, tl.load(line + AT_LENGTH, mask=present, other=0))
     word = tl.arange(0, WORDS_OF_NOISE)
-    tl.store(noise + entry * WORDS_OF_NOISE + word, tl.load(line + AT_NOISE + word, mask=present, other=0))
+    key = tl.load(line + AT_NOISE + word, mask=present, other=0)
+    end_output = tl.load(first_output + entry + 1)
+    for output in range(tl.load(first_output + entry), end_output):
+        behind = end_output - 1 - output  # outputs of the same row after this one
+        tl.store(sample_index + output, tl.maximum(end - 1 - behind, 0).to(tl.int64))
+        tl.store(temperature + output, warmth)
+        tl.store(draw_positions + output, after - behind)
+        tl.store(noise + output * WORDS_OF_NOISE + word, key)
 
 
 @triton.jit
@@ -106,23 +112,43 @@ def finite_tokens(states, flags, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["width", "tokens_at"])
-def finish_entries(words, query_start, rows, samples, ids, flags, last, result, width, tokens_at, TILE: tl.constexpr):
+def finish_entries(words, query_start, rows, outputs, first_output, ids, flags, last, result, width, tokens_at, TILE: tl.constexpr):
     entry = tl.program_id(0)
     row = tl.load(rows + entry)
     if row < 0:
         return
     begin, end = tl.load(query_start + entry), tl.load(query_start + entry + 1)
-    good = tl.full([TILE], 1, tl.int32) * tl.load(last + entry)
+    good = tl.full([TILE], 1, tl.int32)
     lane = tl.arange(0, TILE)
     for at in range(begin, end, TILE):
         good &= tl.load(flags + at + lane, mask=at + lane < end, other=1)
-    token = tl.load(ids + entry).to(tl.int32)
-    sampled = tl.load(samples + entry) != 0
+    output, end_output = tl.load(first_output + entry), tl.load(first_output + entry + 1)
+    for at in range(output, end_output, TILE):
+        good &= tl.load(last + at + lane, mask=at + lane < end_output, other=1)
+    finite = tl.min(good, 0) == 1
+    sampled = tl.load(outputs + entry)
+    for at in range(output, end_output, TILE):
+        inside = at + lane < end_output
+        token = tl.load(ids + at + lane, mask=inside, other=0).to(tl.int32)
+        tl.store(result + at + lane, tl.where(finite, tl.where(sampled > 0, token, 0), -1), mask=inside)
     line = words + row.to(tl.int64) * width
     length = tl.load(line + AT_LENGTH)
-    tl.store(line + tokens_at + length, token, mask=sampled)
-    tl.store(line + AT_LENGTH, length + 1, mask=sampled)
-    tl.store(result + entry, tl.where(tl.min(good, 0) == 1, tl.where(sampled, token, 0), -1))
+    tl.store(line + tokens_at + length, tl.load(ids + output).to(tl.int32), mask=sampled == 1)
+    tl.store(line + AT_LENGTH, length + 1, mask=sampled == 1)
+
+
+@triton.jit(do_not_specialize=["width", "tokens_at"])
+def accept_drafts(words, drafted, ids, width, tokens_at):
+    drafted += tl.program_id(0) * 4
+    position, output, count = tl.load(drafted + 1), tl.load(drafted + 2), tl.load(drafted + 3)
+    line = words + tl.load(drafted).to(tl.int64) * width
+    at = line + tokens_at + position
+    accepted = 0
+    for draft in range(count):  # the sum stops growing at the first draft that differs
+        same = tl.load(at + draft) == tl.load(ids + output + draft).to(tl.int32)
+        accepted += ((accepted == draft) & same).to(tl.int32)
+    tl.store(at + accepted, tl.maximum(tl.load(ids + output + accepted).to(tl.int32), 0))
+    tl.store(line + AT_LENGTH, position + accepted + 1)
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
@@ -138,23 +164,33 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     assert layout.links == (1,) * layout.groups, "the kernel has one size of blocks for all groups"
     entries = len(step.row)
     prepare_entries[(entries + 1,)](
-        words, step.query_start, step.row, step.start, step.context_len, step.token_ids, step.positions, step.slots, step.tables,
-        step.sample_index, step.temperature, step.noise, step.draw_positions, entries, len(step.token_ids), layout.width, layout.tokens,
-        layout.max_blocks, step.slots.stride(0), step.context_len.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size,
+        words, step.query_start, step.row, step.start, step.context_len, step.first_output, step.token_ids, step.positions, step.slots,
+        step.tables, step.sample_index, step.temperature, step.noise, step.draw_positions, entries, len(step.token_ids), layout.width,
+        layout.tokens, layout.max_blocks, step.slots.stride(0), step.context_len.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size,
         GROUPS=layout.groups, TILE=TILE, num_warps=4,
     )  # fmt: skip
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
+    """Appends the sampled ids to their rows, except to rows with drafts, whose ids `accept` appends.
 
-    states: of all tokens [T, any size]; hidden: of the last token of each scheduled row [entries, size], which may be the same tensor
+    states: of all tokens [T, any size]; hidden: of each output [S, size], which may be the same tensor
+    result [S]: the id of each output, 0 if none is sampled, -1 if states of its row are not finite
     """
     flags = _finite(states, words)
     last = flags if states is hidden else _finite(hidden, words)
     finish_entries[(len(step.row),)](
-        words, step.query_start, step.row, step.samples, ids, flags, last, result, layout.width, layout.tokens, TILE=TILE // 4, num_warps=1
-    )
+        words, step.query_start, step.row, step.outputs, step.first_output, ids, flags, last, result, layout.width,
+        layout.tokens, TILE=TILE // 4, num_warps=1,
+    )  # fmt: skip
+
+
+def accept(words: Tensor, layout: RowLayout, drafted: Tensor, ids: Tensor) -> None:
+    """Appends ids to rows that contain their drafts already: a draft is accepted while it is the id sampled before it, then one id more.
+
+    drafted [N, 4] int32: table row, position of the first id, its output, number of drafts. ids: of each output, [S]
+    """
+    accept_drafts[(len(drafted),)](words, drafted, ids, layout.width, layout.tokens, num_warps=1)
 
 
 def _finite(states: Tensor, words: Tensor) -> Tensor:
