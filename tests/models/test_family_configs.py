@@ -7,7 +7,7 @@ import pytest
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.gguf import GGUFTensor, config_dict, gguf_form
 from octavo.loading.shape import ModelShape
-from octavo.models.registry import describe, rank_config, rank_parts, read_config
+from octavo.models.registry import describe, family_of, rank_config, rank_parts, read_config
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import blocks_for, one_group, token_bytes
 from octavo.policy.split import Part
@@ -89,6 +89,34 @@ def test_what_published_files_leave_out_has_its_familys_meaning() -> None:
     assert (phi.rotary_dim, phi.rope.factor, phi.rope.original_max_position) == (12, 8.0, 64)
     assert read("Phi3ForCausalLM", rope_scaling={**LONGROPE, "rope_type": "su"}).attention().rope.kind == "longrope"  # in the first files
     assert read("Phi3ForCausalLM", rope_scaling=LONGROPE).attention().rotary_dim is None
+
+
+BLOOM_560M = {
+    "architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": False, "bos_token_id": 1, "eos_token_id": 2,
+    "layer_norm_epsilon": 1e-05, "n_embed": 1024, "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100,
+    "seq_length": 2048, "vocab_size": 250880,
+}  # fmt: skip
+COMMAND_R7B = {
+    "architectures": ["Cohere2ForCausalLM"], "bos_token_id": 5, "eos_token_id": 255001, "head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 14336, "layer_norm_eps": 1e-05, "logit_scale": 0.25, "max_position_embeddings": 8192, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 50000, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "use_embedding_sharing": True, "vocab_size": 256000,
+}  # fmt: skip
+
+
+def test_so_has_what_those_of_cohere_and_bloom_leave_out() -> None:
+    bloom: Any = read_config(BLOOM_560M, "m/config.json")
+    assert (bloom.num_layers, bloom.hidden_size, bloom.layers[0].mlp.inner, bloom.attention().head_dim) == (24, 1024, 4096, 64)
+    assert bloom.attention().alibi and bloom.tie_embeddings and bloom.max_position == 2048
+    names = ("word_embeddings.weight", "h.3.self_attention.query_key_value.bias", "ln_f.bias", "transformer.h.3.mlp.dense_4h_to_h.weight")
+    rules = family_of(bloom).rules
+    assert [rules.of_checkpoint(name) for name in names] == [f"transformer.{name.removeprefix('transformer.')}" for name in names]
+    command: Any = read_config(COMMAND_R7B, "m/config.json")
+    windows, ropes = of_layers(command, "window"), of_layers(command, "rope")
+    assert windows == tuple(4096 if (layer + 1) % 4 else None for layer in range(32)) and command.tie_embeddings
+    assert [rope is None for rope in ropes] == [window is None for window in windows] and ropes[0].theta == 50000
+    with pytest.raises(LoadError, match=r"^m/config.json: use_qk_norm must be false: layer norms on the heads of q and k"):
+        read_config(COMMAND_R7B | {"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "m/config.json")
 
 
 def test_merged_weights_are_split_in_runs_of_rows_and_a_norm_over_all_heads_is_not_split() -> None:
