@@ -1,4 +1,4 @@
-// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/library.py.
+// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers. octavo/kernels/cpu/header.py reads them from this file.
 //
 //     Matrix        the weights of one product, packed into panels of 16 output rows
 //     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer
@@ -214,7 +214,7 @@ void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16
 
-void octavo_struct_sizes(int64_t *sizes);    // [9]: bytes of Matrix, Mixture, Layer, Group, Model, SharedNode, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [8]: bytes of Matrix, Mixture, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 
