@@ -21,7 +21,8 @@ PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform
 CONSTANTS = HEADER.constants
 PANEL, K_PAD = CONSTANTS["PANEL"], CONSTANTS["K_PAD"]
 F32, BF16, Q8, Q4, F16 = (CONSTANTS[name] for name in ("F32", "BF16", "Q8", "Q4", "F16"))  # formats of weights and, except Q4, of caches
-ACTIVATIONS = {name: CONSTANTS[name.upper()] for name in ("swiglu", "geglu", "clamped")}
+ACTIVATIONS = {name: CONSTANTS[name.upper()] for name in ("swiglu", "geglu", "clamped", "gelu")}
+NORMS = {name: CONSTANTS[f"{name.upper()}_NORM"] for name in ("rms", "layer")}
 NO_MEMORY = -(2**31)  # result of functions that need buffers
 
 
@@ -29,12 +30,16 @@ class Matrix(ctypes.Structure):
     _fields_ = HEADER.fields("Matrix")
 
 
+class Norm(ctypes.Structure):
+    _fields_ = HEADER.fields("Norm")
+
+
 class Mixture(ctypes.Structure):
     _fields_ = HEADER.fields("Mixture", Matrix)
 
 
 class Layer(ctypes.Structure):
-    _fields_ = HEADER.fields("Layer", Matrix, Mixture)
+    _fields_ = HEADER.fields("Layer", Matrix, Norm, Mixture)
 
 
 class Group(ctypes.Structure):
@@ -42,7 +47,7 @@ class Group(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    _fields_ = HEADER.fields("Model", Matrix, Layer, Group)
+    _fields_ = HEADER.fields("Model", Matrix, Norm, Layer, Group)
 
 
 class Step(ctypes.Structure):
@@ -57,7 +62,7 @@ class Ranking(ctypes.Structure):
     _fields_ = HEADER.fields("Ranking")
 
 
-STRUCTS = (Matrix, Mixture, Layer, Group, Model, Step, Draws, Ranking)
+STRUCTS = (Matrix, Norm, Mixture, Layer, Group, Model, Step, Draws, Ranking)
 
 
 class NativeLibrary:
