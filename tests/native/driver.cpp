@@ -127,7 +127,7 @@ void run_product(Case &one) {
 }
 
 Norm norm_of(Case &one, const std::string &name) {
-    return {one.get<float>(name + ".weight"), one.get<float>(name + ".bias"), one.number(name + ".kind"), 1e-6f};
+    return {one.get<float>(name + ".weight"), one.get<float>(name + ".bias"), one.number(name + ".kind"), float(one.real(name + ".eps"))};
 }
 
 void run_norm(Case &one) {

@@ -189,7 +189,7 @@ def norm_cases() -> Iterator[Case]:
 
 
 def with_norm(case: Case, norm: NormWeights, name: str) -> None:
-    case.numbers |= {f"{name}.kind": NORMS[norm.kind]}
+    case.numbers |= {f"{name}.kind": NORMS[norm.kind], f"{name}.eps": norm.eps}
     case.arrays |= {f"{name}.weight": norm.weight, f"{name}.bias": norm.bias}
 
 
@@ -367,11 +367,12 @@ def argmax_cases() -> Iterator[Case]:
             logits = make_logits(kind, vocab, vocab)
             head, one = np.zeros((vocab, 64), np.float32), np.zeros((1, 64), np.float32)
             head[:, 0], one[0, 0] = logits / 8, 1
-            case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0, "eps": 0})
+            case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0})
             zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2, dtype=np.int32), "context_len": np.ones(1, np.int32)}
             ends["tables"] = np.zeros((1, 1), np.int32)
             case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "sample_index": zero, **ends}
-            case.arrays |= {"embed": one, "norm": np.ones(64, np.float32)}
+            case.arrays |= {"embed": one}
+            with_norm(case, NormWeights(np.ones(64, np.float32), eps=0), "norm")
             with_weights(case, Weights(None, head, F32, 0, None, None, {"values": head}), "head.")
             case.expected.append(Expected("logits", "floats", logits[None], "largest", 0.0))  # a zero may lose its sign
             case.expected.append(Expected("best", "floats", logits[None].argmax(1)))

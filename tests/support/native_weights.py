@@ -33,18 +33,19 @@ class NormWeights:
     weight: Floats
     bias: Floats | None = None
     kind: str = "rms"
+    eps: float = 1e-6
 
     @property
     def struct(self) -> Norm:
         """Points to the arrays."""
-        return norm_struct(self.weight, self.bias, self.kind)
+        return norm_struct(self.weight, self.bias, self.kind, self.eps)
 
     def twin(self, x: Floats) -> Floats:
         numbers, weight = torch.from_numpy(x), torch.from_numpy(self.weight)
         bias = torch.zeros_like(weight) if self.bias is None else torch.from_numpy(self.bias)
         if self.kind == "layer":
-            return F.layer_norm(numbers, weight.shape, weight, bias, 1e-6).numpy()
-        return (rms_norm(numbers, weight, 1e-6) + bias).numpy()
+            return F.layer_norm(numbers, weight.shape, weight, bias, self.eps).numpy()
+        return (rms_norm(numbers, weight, self.eps) + bias).numpy()
 
 
 @dataclass
