@@ -30,6 +30,7 @@ from octavo.layers.comm import NullComm
 from octavo.model_config import RopeConfig
 from octavo.models.dense import DenseModel
 from octavo.models.dense_family import DenseConfig
+from octavo.policy.description import NormShape
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -53,7 +54,7 @@ class Shape:
         return DenseConfig(
             architecture=f"{self.family}ForCausalLM", vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_layers=self.layers, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim, max_position=4096,
-            norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_embeddings=self.tied, qkv_bias=self.family == "Qwen2", output_bias=False,
+            norm=NormShape(1e-6), rope=RopeConfig(theta=1e6), tie_embeddings=self.tied, qkv_bias=self.family == "Qwen2", output_bias=False,
             mlp_bias=False, qk_norm="heads" if self.family == "Qwen3" else None, windows=(None,) * self.layers, dtype=None,
             eos_token_ids=(), bos_token_id=None,
         )  # fmt: skip

@@ -56,8 +56,10 @@ class AttentionBackend(Protocol):
         qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
         """
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`: [heads]"""
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
+        """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`, `slopes` (of ALiBi): [heads]"""
 
 
 class FewBackend(AttentionBackend, Protocol):
@@ -71,7 +73,7 @@ class FewBackend(AttentionBackend, Protocol):
 
 
 BEFORE_THE_CACHE = ("no_rotation", "partial_rotation", "whole_norm")  # supported by `write_kv` of `kernels/ops.py` on every device
-TORCH_FEATURES = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
+TORCH_FEATURES = ("window", "soft_cap", "sinks", "alibi", *BEFORE_THE_CACHE)
 
 # name -> "module:Class", imported when selected
 ON_CPU = {

@@ -56,12 +56,14 @@ class ContiguousBackend:
         keep(cache, k, v, slots)
         return q
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
         shared = batch.attention.shared
         for group in batch.attention.groups:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
             k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype)
-            attend_group(q, k, v, group.tail, group, self.spec, out, sinks)
+            attend_group(q, k, v, group.tail, group, self.spec, out, sinks, slopes)
 
         def keys(index: Tensor, first: Tensor, length: int) -> tuple[Tensor, Tensor]:
             return recall(cache, partial(load_spans, rows=batch.rows[index], first=first, length=length), torch.float32)
@@ -73,5 +75,5 @@ class ContiguousBackend:
             return keys(group.index, group.first, group.num_blocks * batch.block_size), group.tail
 
         if shared is not None:
-            attend_shared(q, shared, keys_of_node, keys_of_rest, self.spec, out, sinks)
+            attend_shared(q, shared, keys_of_node, keys_of_rest, self.spec, out, sinks, slopes)
         return out

@@ -26,7 +26,7 @@ from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup
 from octavo.attention.shared_rows import SharedRows, attend_shared, split_rows
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.reference.attention import attend, from_codes, load_blocks, store, to_codes, zero_tail
+from octavo.kernels.reference.attention import Sloped, attend, from_codes, load_blocks, store, to_codes, zero_tail
 from octavo.kernels.reference.layer import norm_heads, rotate
 
 
@@ -54,7 +54,9 @@ class CpuBackend:
         keep(cache, k, v, batch.slots)
         return q
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
         groups, shared = batch.attention
 
         def keys(blocks: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -64,9 +66,9 @@ class CpuBackend:
             return keys(group.blocks, len(group.index), torch.float32), group.edge
 
         for group in groups:
-            attend_group(q, *keys(group.blocks, len(group.index), q.dtype), group.edge, group, self.spec, out, sinks)
+            attend_group(q, *keys(group.blocks, len(group.index), q.dtype), group.edge, group, self.spec, out, sinks, slopes)
         if shared is not None:
-            attend_shared(q, shared, lambda node: keys(node.blocks, 1, torch.float32), keys_of_rest, self.spec, out, sinks)
+            attend_shared(q, shared, lambda node: keys(node.blocks, 1, torch.float32), keys_of_rest, self.spec, out, sinks, slopes)
         return out
 
 
@@ -101,8 +103,9 @@ def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -
 
 
 def attend_group(
-    q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor, sinks: Tensor | None
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor, sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> None:  # fmt: skip
     """Computes attention of a group's queries over its k and v [rows, tokens, kv_heads, head_dim], and fills their part of out.
 
     `tail` lists positions in k and v that these rows never wrote and that may not be zero.
@@ -110,6 +113,7 @@ def attend_group(
     queries = q.index_select(0, group.tokens).view(-1, group.num_query, *q.shape[1:])  # [rows, num_query, heads, head_dim]
     k = zero_tail(k, tail)[:, : group.length]
     v = zero_tail(v, tail)[:, : group.length]
-    mask, causal = group.mask(spec.window, q.dtype, by_scores=spec.soft_cap is not None or sinks is not None)
-    mixed = attend(queries, k, v, mask, causal, spec.scale, spec.soft_cap, sinks)
+    sloped = None if slopes is None else Sloped(slopes, group.behind())
+    mask, causal = group.mask(spec.window, q.dtype, by_scores=spec.materialises_scores)
+    mixed = attend(queries, k, v, mask, causal, spec.scale, spec.soft_cap, sinks, sloped)
     out.index_copy_(0, group.tokens, mixed.flatten(0, 1))

@@ -78,7 +78,9 @@ class FlashInferBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
         planned: Planned = batch.attention
         count = planned.num_query  # in a padded step, the rows after them are undefined
         if count:

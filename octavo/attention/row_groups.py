@@ -35,6 +35,14 @@ class RowGroup:
     edge: Tensor  # the part of it in a row's own last block; the rest of the padding is null blocks
     even: bool  # all rows have `length` keys
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _behind: Tensor | None = None
+
+    def behind(self) -> Tensor:
+        """Returns each key's position minus the query's, [rows, num_query, length] float32. Layers share it."""
+        if self._behind is None:
+            query = self.context_len[:, None, None] - self.num_query + torch.arange(self.num_query)[:, None]
+            self._behind = (torch.arange(self.length) - query).float()
+        return self._behind
 
     def mask(self, window: int | None, dtype: torch.dtype, by_scores: bool = False) -> tuple[Tensor | None, bool]:
         """(mask, causal): a mask only if none of the faster ways is equivalent. Layers share it.

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.reference.attention import attend_part, zero_tail
+from octavo.kernels.reference.attention import Sloped, attend_part, zero_tail
 from octavo.kernels.reference.merge import merge_two, with_sinks
 from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST
 
@@ -41,6 +41,10 @@ class KeyNode:
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[None, None] if hidden.any() else None
             self._seen[window] = self.tokens[kept], mask
         return self._seen[window]
+
+    def behind(self) -> Tensor:
+        """Returns each key's position minus that of the query, [1, queries, keys] float32. No query has a window."""
+        return (torch.arange(self.begin, self.end) - (self.context_len[:, None] - 1)).float()[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +93,24 @@ class Merged:
 
 def attend_shared(
     q: Tensor, shared: SharedRows, keys_of_node: Callable[[KeyNode], Keys], keys_of_rest: Callable[[RowGroup], tuple[Keys, Tensor]],
-    spec: AttentionSpec, out: Tensor, sinks: Tensor | None,
+    spec: AttentionSpec, out: Tensor, sinks: Tensor | None, slopes: Tensor | None,
 ) -> None:  # fmt: skip
     """Fills the part of out that belongs to these rows. The keys of the rest come with the positions to set to zero."""
+    assert slopes is None or spec.window is None
     merged = Merged(shared.tokens, *q.shape[1:])
 
-    def add(tokens: Tensor, shape: tuple[int, int], keys: Keys, mask: Tensor | None) -> None:
+    def add(part: KeyNode | RowGroup, tokens: Tensor, shape: tuple[int, int], keys: Keys, mask: Tensor | None) -> None:
         queries = q.index_select(0, tokens).float().view(*shape, *q.shape[1:])
-        mixed, lse = attend_part(queries, *keys, mask, spec.scale, spec.soft_cap)
+        sloped = None if slopes is None else Sloped(slopes, part.behind())
+        mixed, lse = attend_part(queries, *keys, mask, spec.scale, spec.soft_cap, sloped)
         merged.add(tokens, mixed.flatten(0, 1), lse.flatten(0, 1))
 
     for node in shared.nodes:
         tokens, mask = node.seen(spec.window)
         if len(tokens):
-            add(tokens, (1, len(tokens)), keys_of_node(node), mask)
+            add(node, tokens, (1, len(tokens)), keys_of_node(node), mask)
     for group in shared.rest:
         (k, v), tail = keys_of_rest(group)
         k, v = (zero_tail(one, tail)[:, : group.length] for one in (k, v))
-        add(group.tokens, (len(group.index), 1), (k, v), group.mask(spec.window, torch.float32, by_scores=True)[0])
+        add(group, group.tokens, (len(group.index), 1), (k, v), group.mask(spec.window, torch.float32, by_scores=True)[0])
     merged.give(sinks, out)

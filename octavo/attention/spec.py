@@ -57,6 +57,11 @@ class AttentionSpec:
         return tuple(name for name, wanted in asked.items() if wanted)
 
     @property
+    def materialises_scores(self) -> bool:
+        """Whether the torch kernels compute scores one by one, instead of in a fused kernel."""
+        return self.soft_cap is not None or self.sinks or self.alibi
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -114,11 +119,11 @@ class AttentionSpec:
         return max(load.tokens * rotate, attend + self._scores_bytes(load))
 
     def _scores_bytes(self, load: StepLoad) -> int:
-        """The bytes of attention that materialises scores (`kernels/reference/attention.py`), for a soft cap or sinks.
+        """The bytes of attention that materialises scores (`kernels/reference/attention.py`).
 
         For some queries at a time, but at least one of each row: scores, and a second copy for their sums; keys and values in float32.
         """
-        if self.soft_cap is None and not self.sinks:
+        if not self.materialises_scores:
             return 0
         scores = min(self.num_heads * load.tokens * load.context, max(SCORES, self.num_heads * load.gathered))
         return (2 * self.kv_size * load.gathered + 2 * scores) * FLOAT32

@@ -17,7 +17,7 @@ from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
 from octavo.kernels.share_words import DecodeShares
 
-SUPPORTED = ("window", "soft_cap", "sinks", *BEFORE_THE_CACHE)
+SUPPORTED = ("window", "soft_cap", "sinks", "alibi", *BEFORE_THE_CACHE)
 
 
 class Shares:
@@ -57,11 +57,13 @@ class TritonBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
-            sinks=sinks,
+            sinks=sinks, slopes=slopes,
         )  # fmt: skip
 
     def attend_few(
@@ -114,12 +116,14 @@ class TritonRegions:
         slots = batch.attention.slots
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
         regions: Regions = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
-            soft_cap=self.spec.soft_cap, sinks=sinks,
+            soft_cap=self.spec.soft_cap, sinks=sinks, slopes=slopes,
         )  # fmt: skip
 
     def attend_few(
@@ -142,8 +146,8 @@ def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _few_rows(spec: AttentionSpec) -> int:
-    """Returns 0 if all heads are normed together: a program of the small-batch kernel only has those of one KV head."""
-    return 0 if spec.qk_norm == "whole" else few_rows(spec.head_dim)
+    """Returns 0 if all heads are normed together, since a program of the small-batch kernel has those of one KV head; and with ALiBi."""
+    return 0 if spec.qk_norm == "whole" or spec.alibi else few_rows(spec.head_dim)
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

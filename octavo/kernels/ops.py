@@ -52,6 +52,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Returns x [T, size], centred and normalised."""
+    normed: Tensor = (_triton("step.layer_norm") if x.is_cuda else reference_layer).layer_norm(x, weight, bias, eps)
+    return normed
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream, centres and normalises the sum. Returns (normed, new residual), each [T, size]."""
+    kernels = _triton("step.layer_norm") if x.is_cuda else reference_layer
+    normed, stream = kernels.add_layer_norm(x, residual, weight, bias, eps)
+    return normed, stream
+
+
 def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
     """Returns the new residual stream: the output of a sub-layer is normed, scaled and added."""
     stream: Tensor = (_triton("step.norm") if x.is_cuda else reference_layer).norm_add(x, residual, after, eps, scale)
@@ -129,15 +142,18 @@ def paged_attention(
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: equal to those in the cache
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]: a score per head that takes part in the softmax but has no value
+    slopes: Tensor | None = None,  # [heads] float32: ALiBi, subtracted from a score for each token between query and key
 ) -> Tensor:
     """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
         rows = tables, query_start, context_len
-        return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap, sinks=sinks)
+        return reference_attention.paged_attention(
+            q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap, sinks=sinks, slopes=slopes
+        )
     kernels = _triton("attention.paged_attention")
     kernels.paged_attention(
         q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,
-        soft_cap=soft_cap, sinks=sinks,
+        soft_cap=soft_cap, sinks=sinks, slopes=slopes,
     )  # fmt: skip
     return out
 

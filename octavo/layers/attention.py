@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionBackend, QKNorm, Rope
 from octavo.attention.forward_batch import Cache, ForwardBatch
-from octavo.attention.spec import AttentionSpec
+from octavo.attention.spec import AttentionSpec, alibi_slopes
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MergedLinear, RMSNorm, RowParallelLinear
 from octavo.model_config import RopeConfig
@@ -47,13 +47,20 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(k_size, norm_eps, norm_dtype or dtype)
             self.norms = QKNorm(self.q_norm.weight, self.k_norm.weight, norm_eps)
         self.sinks = empty_parameter(spec.num_heads, dtype=dtype) if spec.sinks else None  # [heads]
+        self.slopes = _slopes_of_rank(spec.num_heads, comm) if spec.alibi else None  # [heads]
         self.backend = backend(spec)
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Returns the attention of each token [T, heads * head_dim]. The caller applies `output`."""
         q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
-        mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format), self.sinks)
+        mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format), self.sinks, self.slopes)
         return mixed.flatten(1)
+
+
+def _slopes_of_rank(num_heads: int, comm: Comm) -> Tensor:
+    """Returns the slopes of ALiBi for this rank's heads. They depend on the number of heads of all ranks."""
+    of_all = alibi_slopes(num_heads * comm.size)
+    return torch.tensor(of_all[comm.rank * num_heads :][:num_heads], dtype=torch.float32, device=_table_device())
 
 
 # -- rotation tables: the angle of dimension pair i at position p is p * frequency[i]
@@ -75,9 +82,14 @@ def build_rope(config: RopeConfig | None, dim: int, max_len: int) -> Rope:
     frequency = torch.empty(0, device=TABLE_DEVICE) if config is None else frequencies(config, dim, max_len)
     angle = torch.outer(position, frequency)  # [max_len, dim / 2]
     scale = 1.0 if config is None else table_scale(config)
-    default = torch.get_default_device()
-    place = TABLE_DEVICE if default.type == "meta" else default
+    place = _table_device()
     return Rope(cos=(angle.cos() * scale).to(place), sin=(angle.sin() * scale).to(place))
+
+
+def _table_device() -> torch.device:
+    """Returns the device of the model that is built; a model on the meta device has its tables on the CPU."""
+    default = torch.get_default_device()
+    return TABLE_DEVICE if default.type == "meta" else default
 
 
 def frequencies(config: RopeConfig, dim: int, max_len: int) -> Tensor:

@@ -81,7 +81,9 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
                 return q
             return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, *places, cache["k"], cache["v"])
 
-        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+        def attend(
+            self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+        ) -> Tensor:
             heads = self.spec.num_heads
             of_all = comm.all_gather(q.flatten(1)).unflatten(1, (ranks * heads, -1))  # [T, heads of the group, head_dim]
             part, lse = partial_attention(
@@ -116,10 +118,12 @@ def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             slots = of_tokens.long() * length * ranks + batch.positions[0]  # in regions that cover all ranks
             return OwnPlaces(own_slots(slots, size, rank, ranks, (count - 1) * length), regions[:, None] * (length // size) + blocks)
 
-        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+        def attend(
+            self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+        ) -> Tensor:
             size = batch.block_size // ranks
             blocks = {name: buffer.view(-1, size, *buffer.shape[2:]) for name, buffer in cache.items()}
-            attended: Tensor = super().attend(q, blocks, batch, out, sinks)
+            attended: Tensor = super().attend(q, blocks, batch, out)
             return attended
 
     return ContextRegions

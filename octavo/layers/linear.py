@@ -4,7 +4,8 @@
     MergedLinear       several projections of one x as one product; each is a named slice of the rows of W
     RowParallelLinear  its input may be split over ranks, whose results are summed
     Embedding, LMHead  the first and the last matrix of a model, which may be the same; ranks share the vocabulary
-    RMSNorm, MLP       the norm before or after a sub-layer; the MLP, with a gate or without
+    RMSNorm, LayerNorm the norm before or after a sub-layer
+    MLP                with a gate or without
 
     qkv.weight   [ q: heads * head_dim rows | k: kv_heads * head_dim | v: kv_heads * head_dim ]
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.gates import Activation
-from octavo.kernels.ops import add_rms_norm, gate_and_mul, gelu, rms_norm, scale_logits
+from octavo.kernels.ops import add_layer_norm, add_rms_norm, gate_and_mul, gelu, layer_norm, rms_norm, scale_logits
 from octavo.layers.comm import Comm
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
@@ -46,7 +47,11 @@ class RowParallelLinear(Linear):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comm.all_reduce(self.scheme.apply(self, x))
+        return self.comm.all_reduce(self.of_rank(x))
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Returns the product with this rank's columns, which is not summed over ranks yet."""
+        return self.scheme.apply(self, x)
 
 
 class Embedding(nn.Module):
@@ -109,6 +114,25 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, eps: float, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.bias = empty_parameter(size, dtype=dtype) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds x to the residual stream. Returns the normed sum and the sum."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Returns x normed, without the stream."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product. Without a gate: down(gelu(up(x)))."""
 
@@ -126,6 +150,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self._activated(x))
         return out
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Like `RowParallelLinear.of_rank`."""
+        return self.down.of_rank(self._activated(x))
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.gate == "swiglu":

@@ -24,6 +24,7 @@ from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_fact
 from octavo.loading.mapped import MappedFile
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
 from octavo.models.gguf_keys import ROPE_FACTORS
+from octavo.models.row_order import RowOrder, in_file
 from octavo.policy.split import Part
 from octavo.quant.fp8 import Quantised
 from octavo.quant.packed import PackedWeight, fold_gguf
@@ -236,7 +237,7 @@ class GGUFCheckpoint:
         self._file = MappedFile(gguf.path)
         self._model = read_gguf_model(gguf.metadata, gguf.tensors, self.source, rope_factors(gguf))
         self._tensor_of = self._by_hf_name()
-        self._interleaved_heads = self._find_interleaved_heads()
+        self._check_orders()
 
     def _by_hf_name(self) -> dict[str, GGUFTensor]:
         found: dict[str, GGUFTensor] = {}
@@ -254,14 +255,12 @@ class GGUFCheckpoint:
             raise LoadError(f"{self.source}: has tensors that no {self._model.family.name} model has: {_listed(unknown)}")
         return found
 
-    def _find_interleaved_heads(self) -> dict[str, int]:
-        """Returns how many heads there are in each projection whose rows are in interleaved rotary order, by its GGUF name."""
-        heads = self._model.interleaved
+    def _check_orders(self) -> None:
         for tensor in self._tensor_of.values():
-            rows, sharers = tensor.shape[0], heads.get(_part(tensor))
-            if sharers and rows % (2 * sharers):
-                raise LoadError(f"{self.source}: {tensor.name} has {rows} rows, not an even number for each of {sharers} heads")
-        return heads
+            order = self._order(tensor)
+            if order is not None and not order.fits(tensor.shape[0]):
+                rows = f"{tensor.shape[0]} rows, not an even number for each of {order.heads} heads"
+                raise LoadError(f"{self.source}: {tensor.name} has {rows}")
 
     def names(self) -> list[str]:
         return list(self._tensor_of)
@@ -282,20 +281,20 @@ class GGUFCheckpoint:
 
     def read_part(self, name: str, part: Part) -> Tensor:
         tensor = self._tensor_of[name]
+        part, places = self._in_file(tensor, part)
         dense = self._dense(tensor, part)
         if plus := self._model.family.rules.plus(name):  # the file already includes it, but a checkpoint returns what a folder contains
             dense = dense.float() - plus
-        heads = self._heads(tensor, dense.shape[0])
-        return dense if heads is None else half_split(dense, heads)
+        return dense if places is None else dense[places]
 
     def packed_part(self, name: str, part: Part) -> PackedWeight | None:
         tensor = self._tensor_of[name]
         if tensor.kind in DENSE:
             return None
+        part, places = self._in_file(tensor, part)
         raw, shape = self._quantised(tensor, part)
         weight = fold_gguf(raw, tensor.kind, shape, f"{self.source}: {tensor.name}")
-        heads = self._heads(tensor, shape[0])
-        return weight if heads is None else weight.rows(half_split(torch.arange(shape[0]), heads))
+        return weight if places is None else weight.rows(places)
 
     def blocks(self, name: str) -> Blocks | None:
         """Returns a quantised matrix in the format of the file, if the native library supports such blocks."""
@@ -303,17 +302,20 @@ class GGUFCheckpoint:
         if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2:
             return None
         n, k = tensor.shape
-        heads = self._heads(tensor, n)
-        rows = None if heads is None else half_split(torch.arange(n), heads).numpy()
+        order = self._order(tensor)
+        rows = None if order is None else order.places(n)
         return Blocks(f"{self.source}: {tensor.name}", self._bytes(tensor).numpy(), tensor.kind, (n, k), rows)
 
-    def _heads(self, tensor: GGUFTensor, rows: int) -> int | None:
-        """Returns how many heads share these rows of a projection in interleaved rotary order; None for any other projection."""
-        heads = self._interleaved_heads.get(_part(tensor))
-        if heads is None:
-            return None
-        assert rows * heads % tensor.shape[0] == 0, f"{rows} rows of {tensor.name} are not whole heads"
-        return rows * heads // tensor.shape[0]
+    def _order(self, tensor: GGUFTensor) -> RowOrder | None:
+        return self._model.orders.get(_part(tensor))
+
+    def _in_file(self, tensor: GGUFTensor, part: Part) -> tuple[Part, Tensor | None]:
+        """Returns the part of the file that has these rows, and where each of them is in it; None: in the order of the file"""
+        order = self._order(tensor)
+        if order is None:
+            return part, None
+        rows, places = in_file(order, tensor.shape[0], part.rows)
+        return Part(rows, part.columns), torch.from_numpy(places)
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         return self._file.bytes(tensor.offset, tensor.num_bytes)
@@ -345,12 +347,3 @@ class GGUFCheckpoint:
 
     def fingerprint(self) -> bytes:
         return fingerprint([(self._gguf.path, self._gguf.header_bytes)])
-
-
-def half_split(rows: Tensor, heads: int) -> Tensor:
-    """Reorders rows of a query or key projection from interleaved rotary order to Hugging Face's.
-
-    A head of width d rotates pairs of rows. Interleaved, a pair is (2i, 2i + 1); half-split, it is (i, i + d/2).
-    """
-    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)  # [heads, d/2, 2, columns]
-    return pairs.transpose(1, 2).reshape(rows.shape)

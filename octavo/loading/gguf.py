@@ -25,6 +25,7 @@ from octavo.errors import LoadError
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rules, of_expert
 from octavo.models.gguf_keys import ROPE_FACTORS, GGUFKeys
 from octavo.models.registry import families
+from octavo.models.row_order import RowOrder
 
 # GGML's tensor kinds by number: name, elements per group, bytes per group. All are listed, so that a refusal can name the kind.
 KINDS: dict[int, tuple[str, int, int]] = {
@@ -278,7 +279,7 @@ class GGUFModel(NamedTuple):
 
     family: Family
     config: dict[str, Any]
-    interleaved: dict[str, int]  # see `GGUFForm`
+    orders: Mapping[str, RowOrder]  # see `GGUFForm`
 
 
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
@@ -318,7 +319,7 @@ def read_gguf_model(
     family, form, architecture = gguf_form(metadata, source)
     keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source, factors)
     config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
-    return GGUFModel(family, config, form.interleaved(architecture, config))
+    return GGUFModel(family, config, form.orders(architecture, config))
 
 
 def config_dict(

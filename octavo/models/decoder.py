@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.layers.comm import Comm
-from octavo.layers.linear import Embedding, LMHead
+from octavo.layers.linear import Embedding, LMHead, Norm
 from octavo.model_config import ModelConfig
 from octavo.policy.split import vocabulary_rows
 from octavo.policy.stages import Stage
@@ -37,13 +37,14 @@ PLAIN = Scales()
 class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, layers: Iterable[nn.Module], norm: nn.Module, scheme: QuantScheme, dtype: torch.dtype, comm: Comm,
-        scales: Scales = PLAIN,
+        scales: Scales = PLAIN, embedding_norm: Norm | None = None,
     ) -> None:  # fmt: skip
         """`config`: of the rank, if the model is split over several (`models/registry.py`: rank_config)."""
         super().__init__()
         self.config, self.dtype, self.comm = config, dtype, comm
         self.tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)  # the tokens whose logits it computes
         self.embed = Embedding(self.tokens, config.hidden_size, scheme, dtype, comm, scales.embedding)
+        self.embedding_norm = embedding_norm
         self.layers = nn.ModuleList(layers)
         self._numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.norm = norm
@@ -55,6 +56,8 @@ class Decoder(nn.Module):
             del self.norm, self.head
         if not stage.first and not (stage.last and self.config.tie_embeddings):
             del self.embed
+        if not stage.first:
+            self.embedding_norm = None
 
     @property
     def device(self) -> torch.device:
@@ -87,8 +90,12 @@ class Decoder(nn.Module):
         return x + residual
 
     def _through(self, layers: Iterable[nn.Module], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        x = self.embed(batch.token_ids) if batch.stream is None else batch.stream
+        x = self._embedded(batch.token_ids) if batch.stream is None else batch.stream
         residual = torch.zeros_like(x)
         for layer in layers:
             x, residual = layer(x, residual, batch.of_layer(self._numbers[layer]))
         return x, residual
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(token_ids)
+        return x if self.embedding_norm is None else self.embedding_norm.alone(x)

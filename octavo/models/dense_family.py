@@ -16,6 +16,7 @@ from octavo.errors import LoadError
 from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeConfig
 from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
+from octavo.models.row_order import Interleaved, RowOrder
 from octavo.policy.description import Activation, Experts, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Scores, Vector
 from octavo.policy.split import Shared
 
@@ -55,8 +56,8 @@ class DenseConfig(ModelConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_eps: float
-    rope: RopeConfig
+    norm: NormShape
+    rope: RopeConfig | None  # None: no layer has a rotation
     qkv_bias: bool
     output_bias: bool  # bias of the attention output projection
     mlp_bias: bool
@@ -68,6 +69,9 @@ class DenseConfig(ModelConfig):
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     soft_cap: float | None = None
     sinks: bool = False
+    alibi: bool = False
+    parallel: bool = False  # attention and the MLP read the same normed input
+    normed_embedding: bool = False
     norms: Literal["before", "after", "both"] = "before"
     wide_norms: bool = False  # norm weights are float32, and are applied before rounding
     activation: Activation = "swiglu"
@@ -99,6 +103,7 @@ class DenseConfig(ModelConfig):
             qk_norm=self.qk_norm,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            alibi=self.alibi,
             context_ranks=self.context_ranks,
         )
 
@@ -109,9 +114,7 @@ class DenseConfig(ModelConfig):
         return MLPShape(self.expert_size, self.activation, experts)
 
     def layer(self, layer: int) -> LayerShape:
-        return LayerShape(
-            self.attention(layer), self.mlp(layer), NormShape(self.norm_eps), norms=self.norms, residual_scale=self.residual_scale
-        )
+        return LayerShape(self.attention(layer), self.mlp(layer), self.norm, self.parallel, self.norms, self.residual_scale)
 
 
 # -- reading a config.json
@@ -137,7 +140,7 @@ def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "norm_eps": reader.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
+        "norm": NormShape(reader.number("rms_norm_eps", 1e-6, *NORM_EPSILONS)),
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": reader.flag("mlp_bias", False),
@@ -174,6 +177,16 @@ def read_layer_types(reader: ConfigReader, layers: int, slides: Callable[[int], 
     return types
 
 
+def read_rotated(reader: ConfigReader, parameters: Mapping[str, Any], head_dim: int) -> int:
+    """Returns how many dimensions of a head are rotated: `partial_rotary_factor` of them."""
+    key = "partial_rotary_factor"
+    inner = ConfigReader({key: parameters.get(key, reader.raw.get(key))}, reader.source)
+    rotated = int(head_dim * inner.number(key, 1.0, 0.0, 1.0) + 1e-6)  # the factor may be a quotient that was rounded down
+    if rotated < 2 or rotated % 2:
+        raise inner.fail(key, f"a part of head_dim {head_dim} that is an even number above 0")
+    return rotated
+
+
 def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, ...]:
     window = read_window(reader)
     return tuple(window if kind == SLIDING else None for kind in types)
@@ -183,9 +196,11 @@ def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, .
 
 
 def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
-    hidden, inner, bias = config.hidden_size, config.mlp(layer).inner, config.mlp_bias
+    hidden, mlp, bias = config.hidden_size, config.mlp(layer), config.mlp_bias
+    inner = mlp.inner
+    parts = {"gate": inner, "up": inner} if mlp.gated else {"up": inner}
     return [
-        rules.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, bias, "rows", gated=True),
+        rules.matrix("gate_up", "layers.*.mlp.gate_up", parts, hidden, layer, bias, "rows", gated=mlp.gated),
         rules.matrix("down", "layers.*.mlp.down", hidden, inner, layer, bias, split="columns"),
     ]
 
@@ -197,16 +212,17 @@ def describe(
     numbers, tied, vocabulary = range(config.num_layers), config.tie_embeddings, (config.vocab_size, config.hidden_size)
     embedding = rules.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
     head = rules.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
-    last = vector("norm", "norm", config.hidden_size, wide=config.wide_norms)
+    norm = partial(vector, size=config.hidden_size, bias=config.norm.bias, wide=config.wide_norms)
+    first = [norm("embedding_norm", "embedding_norm")] if config.normed_embedding else []
     return ModelDescription(
         family=family,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_position=config.max_position,
-        norm=NormShape(config.norm_eps),
+        norm=config.norm,
         layers=tuple(config.layer(layer) for layer in numbers),
         matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
-        vectors=(*(one for layer in numbers for one in layer_vectors(config, layer)), last),
+        vectors=(*first, *(one for layer in numbers for one in layer_vectors(config, layer)), norm("norm", "norm")),
         lookup=None if tied else embedding,
         gives_back=config.gives_back,
         embedding_scale=config.embedding_scale,
@@ -226,13 +242,13 @@ def attention_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Ma
 
 def layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
     before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
-    names = {"before": before, "after": after, "both": before + after}[config.norms]
+    names = {"before": before[:1] if config.parallel else before, "after": after, "both": before + after}[config.norms]
     spec = config.attention(layer)
     heads = {} if spec.qk_norm is None else dict(zip(("q_norm", "k_norm"), spec.normed))
     sinks = [vector("sinks", "layers.*.attention.sinks", spec.num_heads, layer)] if spec.sinks else []
     return [
         *sinks,
-        *(vector(name, f"layers.*.{name}", config.hidden_size, layer, wide=config.wide_norms) for name in names),
+        *(vector(name, f"layers.*.{name}", config.hidden_size, layer, config.norm.bias, config.wide_norms) for name in names),
         *(vector(name, f"layers.*.attention.{name}", size, layer, wide=config.wide_norms) for name, size in heads.items()),
     ]
 
@@ -253,12 +269,15 @@ def cut(config: DenseConfig, layers: range) -> DenseConfig:
 # -- GGUF files
 
 
-def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False) -> dict[str, Any]:
+def gguf_fields(
+    keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False, layer_norms: bool = False
+) -> dict[str, Any]:
     """Returns the keys of a config.json that most families share.
 
     `windowed`, `experts`: the family reads them itself, otherwise they are refused; `head_dim`: whole heads are rotated, which tells their
-    width
+    width; `layer_norms`: norms are layer norms
     """
+    epsilon = ("layer_norm_eps", "layer_norm_epsilon") if layer_norms else ("rms_norm_eps", "layer_norm_rms_epsilon")
     if not experts and keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
     context = keys.integer("context_length")
@@ -269,7 +288,7 @@ def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, e
         "intermediate_size": keys.integer("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        epsilon[0]: keys.number(f"attention.{epsilon[1]}"),
         "rope_parameters": keys.rope(),
         "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.shapes,
@@ -278,14 +297,30 @@ def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, e
     return config if width is None else {**config, "head_dim": width}
 
 
-def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, int]]:
+def gguf_rotated(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config.json for heads of which a part is rotated."""
+    head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // config["num_attention_heads"])
+    return {"head_dim": head_dim, "partial_rotary_factor": keys.integer("rope.dimension_count", head_dim) / head_dim}
+
+
+def interleaved_rows(config: DenseConfig) -> dict[str, RowOrder]:
+    """For `Family.orders`: q and k are in interleaved rotary order."""
+    q, k = (rule.checkpoint for rule in ATTENTION_RULES[:2])
+    return {q: Interleaved(config.num_heads, config.rotary_dim), k: Interleaved(config.num_kv_heads, config.rotary_dim)}
+
+
+def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]:
     """Returns the function for `GGUFForm`: in files of these architectures q and k are in interleaved rotary order."""
 
-    def heads(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
-        there = architecture in architectures
-        return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if there else {}
+    def orders(architecture: str, config: Mapping[str, Any]) -> Mapping[str, RowOrder]:
+        if architecture not in architectures:
+            return {}
+        factor = config.get("partial_rotary_factor")
+        rotated = None if factor is None else round(config["head_dim"] * factor)
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        return {word: Interleaved(count, rotated) for word, count in heads.items()}
 
-    return heads
+    return orders
 
 
 def dense_family(
@@ -295,7 +330,8 @@ def dense_family(
     gguf: GGUFForm,
     rules: Rules = PLAIN_RULES,
     unshared: str | None = None,
+    orders: Callable[[DenseConfig], Mapping[str, RowOrder]] | None = None,
 ) -> Family:
     """Returns a family of decoders without experts. `unshared`: why its matrices cannot be split among ranks, if so"""
-    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, cut=cut)
+    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, cut=cut, orders=orders)
     return family if unshared is None else replace(family, shared=None, unshared=unshared)

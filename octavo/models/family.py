@@ -3,11 +3,11 @@
     rules       the destination of each weight of a checkpoint:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
     read        reads its fields from a config.json, into its own `ModelConfig`
     describe    the parts of such a model: matrices, layers, caches, activations (`policy/description.py`)
-    shared      the numbers of its config that are divided among tensor parallel ranks (`policy/split.py`)
-    cut         its config with some of the layers, for the stages of pipeline parallelism (`policy/stages.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        its names in GGUF files, if such files exist
-    deal        its config with some of the experts, for the ranks of expert parallelism
+    shared      the numbers of its config that are divided among tensor parallel ranks (`policy/split.py`)
+    cut, deal   its config with some of the layers or experts, for the stages of a pipeline and for expert parallelism
+    orders      the rows of its folders that are in another order than the model's (`models/row_order.py`)
 
 A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: the number of an expert becomes
 part of the part name here. If a tensor of a file holds a weight of every expert, its name has no expert number.
@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from octavo.model_config import ConfigReader
 from octavo.models.gguf_keys import GGUFKeys
+from octavo.models.row_order import RowOrder
 from octavo.policy.description import Matrix, ModelDescription, Vector
 from octavo.policy.split import Shared
 
@@ -99,6 +100,11 @@ class Rules:
     def plus(self, name: str) -> float:
         """Returns the number to add to this weight of a checkpoint."""
         return self._plus.get(_starred(name.removesuffix(".weight"))[0], 0.0) if self._plus else 0.0
+
+    @staticmethod
+    def pattern(name: str) -> str:
+        """Returns a name with a `*` for each number."""
+        return _starred(name)[0]
 
     @staticmethod
     def layer(name: str) -> int | None:
@@ -181,8 +187,8 @@ def _filled(pattern: str, numbers: list[str]) -> str:
 class GGUFForm:
     architectures: Mapping[str, str]  # general.architecture -> the name in a config.json
     config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; the common keys are added
-        # the number of heads in tensors whose rows are in interleaved rotary order, by the tensor's word: {"attn_q": 9}
-    interleaved: Callable[[str, Mapping[str, Any]], dict[str, int]]
+        # the order of rows in tensors that do not have the model's, by the tensor's word: {"attn_q": Interleaved(9)}
+    orders: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]
     experts: bool = False  # files of these architectures with experts belong to this family, those without to another
 
 
@@ -199,6 +205,8 @@ class Family:
     unshared: str = "nobody has said how"  # the reason why they cannot be split
     cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be split into stages
     deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts
+        # the order of rows in modules of a folder that do not have the model's, with a `*` for the layer
+    orders: Callable[[Any], Mapping[str, RowOrder]] | None = None
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture

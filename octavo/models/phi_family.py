@@ -18,9 +18,11 @@ from octavo.models.dense_family import (
     check_activation,
     dense_family,
     gguf_fields,
+    gguf_rotated,
     interleaved_qk,
     layer_windows,
     read_fields,
+    read_rotated,
     with_defaults,
 )
 from octavo.models.family import GGUFForm, Rule, Rules
@@ -49,7 +51,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     parameters = reader.object("rope_parameters") or reader.object("rope_scaling")
     kind = parameters.get("rope_type") or parameters.get("type")
     parameters |= {"rope_type": "longrope" if kind in OLD_NAMES else kind}
-    rotated = _rotated(reader, parameters, fields["head_dim"])
+    rotated = read_rotated(reader, parameters, fields["head_dim"])
     return DenseConfig(
         **fields | {"windows": layer_windows(reader, [SLIDING] * fields["num_layers"])},
         gives_back=True,
@@ -58,22 +60,10 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     )
 
 
-def _rotated(reader: ConfigReader, parameters: dict[str, Any], head_dim: int) -> int:
-    """Returns how many dimensions of a head are rotated: `partial_rotary_factor` of them."""
-    key = "partial_rotary_factor"
-    inner = ConfigReader({key: parameters.get(key, reader.raw.get(key))}, reader.source)
-    rotated = int(head_dim * inner.number(key, 1.0, 0.0, 1.0) + 1e-6)  # the factor may be a quotient that was rounded down
-    if rotated < 2 or rotated % 2:
-        raise inner.fail(key, f"a part of head_dim {head_dim} that is an even number above 0")
-    return rotated
-
-
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
     config = gguf_fields(keys, windowed=True, head_dim=False)
-    head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // config["num_attention_heads"])
-    rotated = keys.integer("rope.dimension_count", head_dim)
     window = keys.integer("attention.sliding_window", 0, low=0)  # 0 means none
-    return config | {"head_dim": head_dim, "partial_rotary_factor": rotated / head_dim, "sliding_window": window or None}
+    return config | gguf_rotated(keys, config) | {"sliding_window": window or None}
 
 
 FAMILY = dense_family("phi", (PHI3,), read, GGUFForm({"phi3": PHI3}, _gguf_config, interleaved_qk([])), rules=RULES)

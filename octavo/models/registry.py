@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
 from octavo.models import (
+    bloom_family,
+    cohere_family,
     gemma_family,
+    glm_family,
     gpt_oss_family,
     granite_family,
     llama_family,
@@ -42,6 +45,9 @@ register(smollm_family.FAMILY)
 register(mixture_family.MIXTRAL_FAMILY)
 register(mixture_family.QWEN_FAMILY)
 register(gpt_oss_family.FAMILY)
+register(cohere_family.FAMILY)
+register(glm_family.FAMILY)
+register(bloom_family.FAMILY)
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = 80  # longer than the name of any architecture of transformers

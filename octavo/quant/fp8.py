@@ -11,7 +11,7 @@ Scales of activations are not read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,14 @@ class Fp8Weight:
     def dequantize(self) -> Tensor:
         """Returns the weights in float32."""
         return torch.cat([weights for _, weights in self._chunks()])
+
+    def rows(self, index: Tensor) -> "Fp8Weight":
+        """Returns the rows that `index` selects, in its order. Rows that leave their blocks get scales of their own."""
+        values = self.values.view(torch.uint8)[index].view(self.values.dtype)
+        blocks = self._blocks(0)
+        if len(index) == len(blocks) and torch.equal(blocks[index], blocks):
+            return replace(self, values=values)
+        return replace(self, values=values, scale=self.scale[blocks[index]], block=(1, self.block[1]), start=(0, self.start[1]))
 
     def fold(self) -> PackedWeight:
         """Returns integer codes. A few rows are converted to floats at a time."""

@@ -1,11 +1,12 @@
 """How byte-level tokenizers of GGUF files cut a text before they merge: the kinds that `tokenizer.ggml.pre` names.
 
-    gpt-2, default, olmo, phi-2        words, runs of digits, runs of signs
-    smollm, refact, starcoder          the same, with every digit by itself
-    qwen2, deepseek-r1-qwen            contractions, words with one sign before them, single digits
-    llama-bpe, dbrx, smaug-bpe, ...    the same, with up to three digits
-    tekken                             words are cut where small letters end and capitals begin, single digits
-    gpt-4o, llama4                     the same with contractions, and up to three digits
+    gpt-2, default, olmo, phi-2            words, runs of digits, runs of signs
+    smollm, refact, starcoder, command-r   the same, with every digit by itself
+    qwen2, deepseek-r1-qwen                contractions, words with one sign before them, single digits
+    llama-bpe, dbrx, smaug-bpe, glm4, ...  the same, with up to three digits
+    bloom                                  at spaces and after signs
+    tekken                                 words are cut where small letters end and capitals begin, single digits
+    gpt-4o, llama4                         the same with contractions, and up to three digits
 
 They are data: each is the pattern that the tokenizer.json of such models has.
 """
@@ -56,7 +57,9 @@ SPLITS = {
     **dict.fromkeys(("smollm", "refact", "starcoder"), Split(_single_digits)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split(_pattern(_QWEN2), composed=True)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Split(_pattern(_LLAMA3), whole_words=True, begins=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Split(_pattern(_LLAMA3))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4"), Split(_pattern(_LLAMA3))),
+    "command-r": Split(_single_digits, composed=True),
+    "bloom": Split(_pattern(r" ?[^(\s|.,!?…。，、।۔،)]+")),
     "tekken": Split(_pattern(_by_case("", r"\p{N}")), whole_words=True, begins=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Split(_pattern(_by_case(_ENDING, r"\p{N}{1,3}")))),
 }

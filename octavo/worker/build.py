@@ -25,6 +25,7 @@ from octavo.layers.context_parallel import over_regions
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.renamed import under_rules
+from octavo.loading.reordered import reordered
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.shape import dummy_shape
@@ -197,7 +198,8 @@ def _open_stored(facts: Facts) -> StoredParameters:
         codes = {weight.name: weight.codes for weight in dummy_shape(facts.source, facts.whole).weights if weight.codes is not None}
         stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device, codes, facts.source.quantization)
     else:
-        stored = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)
+        named = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)
+        stored = named if facts.source.kind == "gguf" else reordered(named, facts.whole)
     found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)
     if facts.place.stage.count > 1:
         elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()

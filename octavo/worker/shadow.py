@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo.attention.backend import AttentionBackend, FewBackend, QKNorm, Rope
 from octavo.attention.contiguous import ContiguousBackend
-from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
 from octavo.kernels.reference.partial_attention import kept_positions
@@ -241,32 +241,33 @@ def shadowed(paged_backend: Backend, shadow: Shadow, plain_backend: Backend = Co
 
         @staticmethod
         def prepare(batch: ForwardBatch) -> Any:
+            prepared, plain = paged_backend.prepare(batch), replace(batch, caches=shadow.regions.caches)
             if not shadow.watches:
-                return paged_backend.prepare(batch)
-            plain = replace(batch, caches=shadow.regions.caches)
+                return prepared
             plain.attention = plain_backend.prepare(plain)
-            return replace(batch, attention=paged_backend.prepare(batch)), plain
+            return replace(batch, attention=prepared), plain
 
-        def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
             if not shadow.watches:
                 return self.over_blocks.write(qkv, norms, rope, cache, batch)
             paged, plain = batch.attention
             self.over_regions.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
             return self.over_blocks.write(qkv, norms, rope, cache, paged)
 
-        def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
+        def attend(
+            self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+        ) -> Tensor:
             if not shadow.watches:
-                return self.over_blocks.attend(q, cache, batch, out, sinks)
+                return self.over_blocks.attend(q, cache, batch, out, sinks, slopes)
             paged, plain = batch.attention
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
-            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out), sinks)
-            out = self.over_blocks.attend(q, cache, paged, out, sinks)
-            used = int(batch.query_start[-1])  # in a padded step, data after this is undefined
-            shadow.compare_outputs(self.layer, out[:used], reference[:used])
+            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out), sinks, slopes)
+            out = self.over_blocks.attend(q, cache, paged, out, sinks, slopes)
+            shadow.compare_outputs(self.layer, *(one[: int(batch.query_start[-1])] for one in (out, reference)))  # the rest is padding
             return out
 
         def attend_few(
-            self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch, sinks: Tensor | None = None
+            self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
         ) -> tuple[Tensor, Tensor]:
             both = cast(FewBackend, self.over_blocks), cast(FewBackend, self.over_regions)
             if not shadow.watches:

@@ -105,7 +105,7 @@ def test_rope_is_read_in_its_old_and_its_new_words() -> None:
 
 def test_what_may_be_absent_has_a_meaning() -> None:
     config = read(num_key_value_heads="absent", head_dim="absent", max_position_embeddings="absent", rms_norm_eps="absent")
-    assert (config.num_kv_heads, config.head_dim, config.max_position, config.norm_eps) == (4, 16, 2048, 1e-6)
+    assert (config.num_kv_heads, config.head_dim, config.max_position, config.norm.eps) == (4, 16, 2048, 1e-6)
     assert (config.eos_token_ids, config.bos_token_id, config.dtype, config.tie_embeddings) == ((), None, None, False)
     full = read(eos_token_id=[2, 3], bos_token_id=1, torch_dtype="bfloat16", tie_word_embeddings=True)
     assert (full.eos_token_ids, full.bos_token_id, full.dtype, full.tie_embeddings) == ((2, 3), 1, "bfloat16", True)

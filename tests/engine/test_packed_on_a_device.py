@@ -97,7 +97,7 @@ def in_floats(path: Path, quantization: Quantization, folder: Path) -> Path:
     shape = {
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tie_embeddings, "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm.eps, "tie_word_embeddings": config.tie_embeddings, "max_position_embeddings": config.max_position,
         "head_dim": config.head_dim, "rope_theta": config.rope.theta,
     }  # fmt: skip
     weights = {name: weight.float() for name, weight in floats.items()}

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from octavo.attention.backend import AttentionBackend, QKNorm, Rope, choose_backend, load_backend
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.row_groups import SLACK, group_rows
-from octavo.attention.spec import AttentionSpec
+from octavo.attention.spec import AttentionSpec, alibi_slopes
 from octavo.attention.triton import TritonBackend, TritonRegions
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -49,7 +50,10 @@ def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([q, k, v], dim=1).flatten(1)
 
 
-def run(backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: AttentionSpec, norms: QKNorm | None = None) -> list[Tensor]:
+def run(
+    backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: AttentionSpec, norms: QKNorm | None = None,
+    slopes: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     outputs = []
     layer = backend(spec)
     with torch.inference_mode():
@@ -58,14 +62,15 @@ def run(backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: Attenti
             batch = pool.batch(backend, tokens)
             q, k, v = projections(len(batch.token_ids), seed, pool.dtype)
             q = layer.write(merged(q, k, v), norms, ROPE, batch.caches[0], batch)
-            outputs.append(layer.attend(q, batch.caches[0], batch, torch.empty_like(q)))
+            outputs.append(layer.attend(q, batch.caches[0], batch, torch.empty_like(q), None, slopes))
             pool.advance(tokens)
     return outputs
 
 
 def naive(
-    steps: Steps, dtype: torch.dtype, window: int | None, norms: QKNorm | None = None, soft_cap: float | None = None
-) -> list[Tensor]:
+    steps: Steps, dtype: torch.dtype, window: int | None, norms: QKNorm | None = None, soft_cap: float | None = None,
+    slopes: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Token by token and head by head in float64, over plain lists instead of caches."""
     past: dict[int, list[tuple[Tensor, Tensor]]] = {}
     outputs = []
@@ -83,6 +88,8 @@ def naive(
             for head, query in enumerate(turn(q[i], angle)):
                 kv = head // (HEADS // KV_HEADS)
                 scores = keys[:, kv] @ query * HEAD_DIM**-0.5
+                if slopes is not None:
+                    scores -= slopes[head].double() * torch.arange(len(scores)).flip(0)
                 weights = torch.softmax(scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh(), 0)
                 result.append(weights @ values[:, kv])
         outputs.append(torch.stack(result).view(-1, HEADS, HEAD_DIM))
@@ -116,6 +123,20 @@ def test_twins_of_a_gpus_kernels_agree_with_naive_float64_and_without_blocks(siz
     for ours, theirs, exact in zip(paged, contiguous, naive(steps, torch.float32, window, soft_cap=soft_cap), strict=True):
         torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=1e-5)
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", [CpuBackend, ContiguousBackend, TritonBackend, TritonRegions])
+def test_under_alibi_scores_fall_with_the_distance_of_keys(backend: type[AttentionBackend]) -> None:
+    steps, slopes = lengths_around_a_block(2), torch.tensor(alibi_slopes(HEADS))
+    got = run(backend, new_pool(2), steps, replace(SPEC, alibi=True), slopes=slopes)
+    for ours, exact in zip(got, naive(steps, torch.float32, None, slopes=slopes), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 6, 8, 12, 112])
+def test_slopes_of_alibi_are_those_of_transformers(heads: int) -> None:
+    mask = torch.ones(1, 2)
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1])
 
 
 def test_heads_are_normalised_before_they_are_rotated() -> None:
@@ -195,27 +216,27 @@ def test_groups_hold_each_row_once_and_pad_no_row_by_much_more_than_half() -> No
 
 @pytest.mark.parametrize("name", ["cpu", "contiguous"])
 def test_what_a_backend_lacks_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.*alibi"):
-        load_backend(name)(replace(SPEC, alibi=True))
+    with pytest.raises(ConfigError, match=f"{name}.*context_parallel"):
+        load_backend(name)(replace(SPEC, context_ranks=2))
 
 
 @pytest.mark.parametrize("name", ["triton", "contiguous"])
-def test_what_kernels_of_a_gpu_lack_is_refused_and_a_norm_over_all_heads_has_none_for_a_few_rows(name: str) -> None:
+def test_what_kernels_of_a_gpu_lack_is_refused_and_some_have_none_for_a_few_rows(name: str) -> None:
     backend = load_backend(name, on_device=True)
-    with pytest.raises(ConfigError, match=f"{name}.*alibi"):
-        backend(replace(SPEC, alibi=True))
+    with pytest.raises(ConfigError, match=f"{name}.*context_parallel"):
+        backend(replace(SPEC, context_ranks=2))
     others: list[dict[str, Any]] = [{}, {"sinks": True}, {"soft_cap": 30.0}, {"rotary_dim": 4}, {"rope": None}, {"qk_norm": "heads"}]
     spec = replace(SPEC, rope=RopeConfig())
     assert all(backend(replace(spec, **field)).few_rows > 0 for field in others)
-    assert backend(replace(spec, qk_norm="whole")).few_rows == 0
+    assert backend(replace(spec, qk_norm="whole")).few_rows == backend(replace(spec, rope=None, alibi=True)).few_rows == 0
 
 
 def test_a_backend_is_chosen_that_has_what_the_layers_ask_for() -> None:
     asked = frozenset({"window", "sinks", "no_rotation"})
     assert choose_backend(resolved(EngineConfig(), "cpu"), "float32", False, asked) is CpuBackend
     assert choose_backend(resolved(EngineConfig(), "cuda"), "bfloat16", True, asked) is TritonBackend
-    asked |= {"alibi"}
-    with pytest.raises(ConfigError, match="backend triton does not support alibi: leave attention_backend at auto, and set device to cpu"):
+    asked |= {"other"}
+    with pytest.raises(ConfigError, match="backend triton does not support other: leave attention_backend at auto, and set device to cpu"):
         choose_backend(resolved(EngineConfig(), "cuda"), "bfloat16", True, asked)
-    with pytest.raises(ConfigError, match=r"backend triton does not support alibi: leave attention_backend at auto$"):
+    with pytest.raises(ConfigError, match=r"backend triton does not support other: leave attention_backend at auto$"):
         choose_backend(resolved(EngineConfig(attention_backend="triton"), "cpu"), "float32", False, asked)

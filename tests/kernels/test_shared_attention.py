@@ -42,8 +42,9 @@ def in_regions(case: AttentionCase, cache: Buffers) -> Buffers:
 
 
 def attended(
-    backend: type[AttentionBackend], case: AttentionCase, cache: Buffers, shared: SharedKeys, dtype: torch.dtype = torch.float32
-) -> Tensor:
+    backend: type[AttentionBackend], case: AttentionCase, cache: Buffers, shared: SharedKeys, dtype: torch.dtype = torch.float32,
+    slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     q = torch.from_numpy(written_twin(case)[:, : case.heads].copy()).to(dtype)
     batch = ForwardBatch(
         token_ids=torch.zeros(len(q), dtype=torch.long), positions=torch.from_numpy(case.positions)[None],
@@ -54,7 +55,7 @@ def attended(
     batch.attention = backend.prepare(batch)
     sinks = None if case.sink_scores is None else torch.from_numpy(case.sink_scores)
     with torch.inference_mode():
-        return backend(spec_of(case)).attend(q, cache, batch, torch.full_like(q, torch.nan), sinks)
+        return backend(spec_of(case)).attend(q, cache, batch, torch.full_like(q, torch.nan), sinks, slopes)
 
 
 def check(case: AttentionCase) -> None:
@@ -73,6 +74,14 @@ def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(kind: int, windo
     for seed in range(3):
         case = tree_of_rows(seed, block_size=4 << seed, cache_kind=kind, window=window, soft_cap=cap, sinks=sinks)
         check(case)
+
+
+def test_with_alibi_each_row_has_its_own_distance_to_shared_keys() -> None:
+    case = tree_of_rows(3, cache_kind=F32)
+    shared, cache, slopes = SharedKeys(case.shared_keys.nodes, case.shared_keys.rows), pooled(case), torch.linspace(0.01, 0.2, case.heads)
+    together, alone = (attended(CpuBackend, case, cache, keys, slopes=slopes) for keys in (shared, NOTHING))
+    assert len(shared.nodes) and error(together.numpy(), alone.numpy()) < 1e-5
+    assert torch.equal(attended(ContiguousBackend, case, in_regions(case, cache), shared, slopes=slopes), together)
 
 
 def test_many_rows_of_four_prompts() -> None:

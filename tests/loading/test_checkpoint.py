@@ -43,9 +43,9 @@ def test_gguf_gives_back_the_weights_and_the_config_it_was_made_of(tmp_path: Pat
     assert_equal(all_weights(GGUFCheckpoint(read_gguf(path))), load_file(folder / "model.safetensors"))
     from_folder, from_gguf = (load_model_config(resolve_model(str(source))) for source in (folder, path))
     for field in from_folder.__slots__:
-        if field not in ("dtype", "norm_eps"):
+        if field not in ("dtype", "norm"):
             assert getattr(from_folder, field) == getattr(from_gguf, field), field
-    assert from_gguf.norm_eps == pytest.approx(from_folder.norm_eps) and from_gguf.dtype is None
+    assert from_gguf.norm.eps == pytest.approx(from_folder.norm.eps) and from_gguf.dtype is None
 
 
 # Kind, and the dtype it is or the part of the largest weight that it may be off

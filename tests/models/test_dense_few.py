@@ -11,7 +11,7 @@ from octavo.attention.backend import load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import TritonBackend
 from octavo.layers.comm import NullComm
-from octavo.models.dense import DenseModel, few
+from octavo.models.dense import DenseModel
 from octavo.models.registry import read_config
 from octavo.quant.packed import quantize
 from octavo.quant.schemes import Packed
@@ -39,8 +39,8 @@ def hidden_of(model: DenseModel, batch: ForwardBatch) -> Tensor:
     x = model.embed(batch.token_ids)
     residual = torch.zeros_like(x)
     for layer in model.layers:
-        assert layer.few_rows >= len(x)
-        x, residual = few(layer, x, residual, batch)
+        assert layer.small_batch.rows >= len(x)
+        x, residual = layer.small_batch(x, residual, batch)
     return model.norm(x, residual)[0]
 
 
@@ -102,8 +102,8 @@ def test_codes_are_multiplied_beside_floats() -> None:
 
 
 def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:
-    assert model_of("Llama", mlp_bias=True).layers[0].few_rows == 0
-    assert model_of("Llama", head_dim=24).layers[0].few_rows == 0
+    assert model_of("Llama", mlp_bias=True).layers[0].small_batch.rows == 0
+    assert model_of("Llama", head_dim=24).layers[0].small_batch.rows == 0
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_a_layer_with_something_that_they_lack_is_not_theirs(difference: dict[st
     for config, theirs in ((plain, True), (replace(plain, **difference), False)):
         with torch.device("meta"):
             model = DenseModel(config, torch.bfloat16, load_backend("triton"), NullComm(), 96)  # type: ignore[arg-type]
-        assert [layer.few_rows > 0 for layer in model.layers] == [theirs] * 3
+        assert [layer.small_batch.rows > 0 for layer in model.layers] == [theirs] * 3

@@ -333,6 +333,7 @@ def test_the_description_names_every_parameter_of_the_module(architecture: str, 
     shapes: dict[str, tuple[int, ...]] = {f"{one.module}.weight": (one.rows, one.columns) for one in matrices}
     shapes |= {f"{one.module}.bias": (one.rows,) for one in matrices if one.bias}
     shapes |= {f"{one.module}.weight": (one.size,) for one in described.vectors}
+    shapes |= {f"{one.module}.bias": (one.size,) for one in described.vectors if one.bias}
     assert {one.module for one in described.vectors if one.wide} == {name for name, norm in model.named_modules() if is_wide(norm)}
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == shapes
     norms = {f"{family_of(config).rules.checkpoint_module(one.module)}.weight" for one in described.vectors}

@@ -52,6 +52,10 @@ LONGROPE = {
 _PHI = sizes(2, 48, 4, 2)  # heads of 12, of which 6 numbers are rotated
 _PHI_LONG = dict(_PHI, rope_parameters=LONGROPE, original_max_position_embeddings=ORIGINAL)
 
+_BLOOM = {
+    "n_layer": 2, "hidden_size": 48, "n_head": 4, "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "seq_length": CONTEXT,
+}  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -94,12 +98,20 @@ FAMILIES = {
     "smollm3, windows": Tiny(
         "SmolLM3ForCausalLM", dict(sizes(3, 48, 4, 2), no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6)
     ),
+    "cohere": Tiny("CohereForCausalLM", dict(sizes(2, 48, 4, 2), logit_scale=0.25), "command-r", spread=8.0),
+    "cohere2": Tiny(  # its first layers have a window
+        "Cohere2ForCausalLM", dict(sizes(5, 48, 4, 2), logit_scale=0.25, sliding_window=9), "cohere2", spread=8.0,
+    ),
+    "glm4": Tiny("Glm4ForCausalLM", sizes(2, 48, 3, 1, head_dim=20), "glm4"),  # of which 10 numbers are rotated
+    "bloom": Tiny("BloomForCausalLM", _BLOOM, "bloom"),
+    "bloom, six heads": Tiny("BloomForCausalLM", _BLOOM | {"n_head": 6}),  # slopes of four, and two between them
 }  # fmt: skip
 
 
 def for_a_gpu(tiny: Tiny) -> Tiny:
     """Returns the model with heads of 32 numbers: kernels of a GPU take multiples of 16."""
-    width = {"head_dim": 32} if "head_dim" in tiny.options else {"hidden_size": 32 * tiny.options["num_attention_heads"]}
+    heads = tiny.options.get("num_attention_heads") or tiny.options["n_head"]
+    width = {"head_dim": 32} if "head_dim" in tiny.options else {"hidden_size": 32 * heads}
     rope = tiny.options.get("rope_parameters", {})
     if rope.get("rope_type") != "longrope":
         return replace(tiny, options=tiny.options | width)
@@ -126,11 +138,11 @@ def fill(model: Any, seed: int, tiny: Tiny, dtype: torch.dtype = torch.float32) 
 
 
 def _drawn(name: str, noise: Tensor, tiny: Tiny) -> Tensor:
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "ln_f.weight")):
         return 1 - tiny.less + 0.2 * noise
     if noise.dim() < 2:
         return 0.5 * noise
-    scale = tiny.spread if "embed_tokens" in name or "lm_head" in name else 1.0
+    scale = tiny.spread if "embed" in name or "lm_head" in name else 1.0
     return scale * noise / noise.shape[1] ** 0.5
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.families import FULL, SLIDING, Tiny
 from tests.support.models import interleaved, write_keys, write_tensor
 
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "smollm3")  # by the converter: folders are not
 
 
 def family_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32") -> Path:
@@ -20,13 +20,14 @@ def family_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32") -> Path
 
     assert tiny.gguf is not None
     config = json.loads((folder / "config.json").read_text())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[tiny.gguf.upper()], config["num_hidden_layers"])
+    architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf)
+    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
     writer = gguf.GGUFWriter(path, tiny.gguf)
     WRITERS[tiny.gguf](writer, config)
     for name, weight in load_file(folder / "model.safetensors").items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        target = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
         write_tensor(writer, target, _stored(name, weight, tiny, config), kind)
     for target, values in _factors(config).items():
         write_tensor(writer, target, torch.tensor(values), "F32")
@@ -40,6 +41,8 @@ def family_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32") -> Path
 def _stored(name: str, weight: Tensor, tiny: Tiny, config: dict[str, Any]) -> Tensor:
     if name.endswith("norm.weight"):
         return weight + tiny.less
+    if "query_key_value" in name:  # from [heads][q k v][head_dim] to [q k v][heads][head_dim]
+        return weight.unflatten(0, (config["n_head"], 3, -1)).transpose(0, 1).flatten(0, 2)
     if tiny.gguf in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
         return interleaved(weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
     return weight
@@ -47,7 +50,7 @@ def _stored(name: str, weight: Tensor, tiny: Tiny, config: dict[str, Any]) -> Te
 
 def _factors(config: dict[str, Any]) -> dict[str, list[float]]:
     """Returns the tensors that are part of the rotation."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
         return {"rope_factors_long.weight": rope["long_factor"], "rope_factors_short.weight": rope["short_factor"]}
     return {"rope_freqs.weight": _llama3_factors(rope, config["head_dim"])} if rope.get("rope_type") == "llama3" else {}
@@ -105,6 +108,32 @@ def _granite(writer: Any, config: dict[str, Any]) -> None:
     writer.add_logit_scale(config["logits_scaling"])
 
 
+def _cohere(writer: Any, config: dict[str, Any]) -> None:
+    write_keys(writer, config)
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_logit_scale(config["logit_scale"])
+    if config["model_type"] == "cohere2":
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def _glm4(writer: Any, config: dict[str, Any]) -> None:
+    write_keys(writer, config, widths=False)
+    writer.add_key_length(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
+
+
+def _bloom(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["seq_length"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["n_layer"])
+    writer.add_feed_forward_length(4 * config["hidden_size"])
+    writer.add_head_count(config["n_head"])
+    writer.add_head_count_kv(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
 WRITERS = {
+    "command-r": _cohere, "cohere2": _cohere, "glm4": _glm4, "bloom": _bloom,
     "llama": _plain, "smollm3": _plain, "olmo2": _plain, "granite": _granite, "phi3": _phi3, "gemma2": _gemma2, "gemma3": _gemma3,
 }  # fmt: skip

@@ -32,6 +32,7 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig
 from octavo.models.registry import build_model, cache_specs, describe
+from octavo.policy.description import NormShape
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
 QWEN3 = DenseConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, max_position=LENGTH, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
+    head_dim=64, max_position=LENGTH, norm=NormShape(1e-6), rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
     mlp_bias=False, qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
 )  # fmt: skip
 MODELS = [

@@ -211,6 +211,9 @@ def tiny_metadata(pre: str) -> dict[str, object]:
         ("dbrx", ["123", "4", "5"]),
         ("gpt-4o", ["123", "4", "5"]),
         ("refact", ["1", "2", "3", "4", "5"]),
+        ("command-r", ["1", "2", "3", "4", "5"]),
+        ("glm4", ["123", "4", "5"]),
+        ("bloom", ["12345"]),
     ],
 )
 def test_each_pre_tokenizer_splits_numbers_its_own_way(pre: str, pieces: list[str]) -> None:
@@ -224,6 +227,7 @@ def test_each_pre_tokenizer_splits_numbers_its_own_way(pre: str, pieces: list[st
 TEXT = "don't camelCase /a/b\n\n  x"
 CUTS = {
     "gpt-2": ["don", "'t", " camelCase", " /", "a", "/", "b", "\n\n ", " x"],
+    "bloom": ["don't", " camelCase", " /a/b", "\n\n ", " x"],
     "dbrx": ["don", "'t", " camelCase", " /", "a", "/b", "\n\n", " ", " x"],
     "tekken": ["don", "'t", " camel", "Case", " /", "a", "/b", "\n\n", " ", " x"],
     "gpt-4o": ["don't", " camel", "Case", " /", "a", "/b", "\n\n", " ", " x"],

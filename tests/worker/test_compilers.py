@@ -15,13 +15,15 @@ import pytest
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig
 from octavo.models.registry import describe
+from octavo.policy.description import NormShape
 from octavo.worker import compilers, device
 from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from tests.support.no_cuda import build_no_cuda
 
 MODEL = DenseConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, max_position=64, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False, mlp_bias=False,
+    head_dim=64, max_position=64, norm=NormShape(1e-6), rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
+    mlp_bias=False,
     qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
 )  # fmt: skip
 SHAPES = kernel_shapes(describe(MODEL), kept=[])

@@ -11,6 +11,7 @@ in the caches, the results are equal bit for bit, so paging changes nothing. The
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,13 @@ from octavo.kernels.reference.products import slow_here
 from octavo.kernels.share_words import DEPTH, IN_ALL, LINE, most_shares
 from octavo.kernels.team_words import LEVELS, OWN, Teams
 from octavo.layout import SCORES
+
+
+class Sloped(NamedTuple):
+    """ALiBi: a score falls with the distance of its key. Each head has a slope, which is multiplied by `behind` and added to the score."""
+
+    slopes: Tensor  # [heads] float32
+    behind: Tensor  # [rows, num_query, length] float32: the key's position minus the query's
 
 
 def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -65,7 +73,7 @@ def causal_mask(context_len: Tensor, num_query: int, length: int, window: int | 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
-    soft_cap: float | None = None, sinks: Tensor | None = None,
+    soft_cap: float | None = None, sinks: Tensor | None = None, sloped: Sloped | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns attention of q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim], shaped like q.
 
@@ -73,11 +81,11 @@ def attend(
     """
     if slow_here(q):
         mask = None if mask is None else mask.float()
-        return attend(q.float(), k.float(), v.float(), mask, causal, scale, soft_cap, sinks).to(q.dtype)
+        return attend(q.float(), k.float(), v.float(), mask, causal, scale, soft_cap, sinks, sloped).to(q.dtype)
     rows, num_query, heads, head_dim = q.shape
-    if soft_cap is not None or sinks is not None:
+    if soft_cap is not None or sinks is not None or sloped is not None:
         assert not causal, "scores that are made one by one need a mask"
-        return attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
+        return attend_by_scores(q, k, v, mask, scale, soft_cap, sinks, sloped)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if num_query == 1:
         # Heads that share a kv head become its queries, so that each key is read once per kv head.
@@ -88,14 +96,16 @@ def attend(
     return out.transpose(1, 2)
 
 
-def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None) -> tuple[Tensor, Tensor]:
+def attend_part(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sloped: Sloped | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns attention over some of the keys, shaped like q, and its log-sum-exp [rows, num_query, heads]. All in float32.
 
     Every query must see at least one of these keys: otherwise its log-sum-exp is meaningless. mask: [rows, 1, num_query, length]
     """
-    if soft_cap is not None:
+    if soft_cap is not None or sloped is not None:
         lse = torch.empty(q.shape[:3])
-        return attend_by_scores(q, k, v, mask, scale, soft_cap, lse=lse), lse
+        return attend_by_scores(q, k, v, mask, scale, soft_cap, sloped=sloped, lse=lse), lse
     num_query, group = q.shape[1], q.shape[2] // k.shape[2]
     grouped = q.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, num_query * group, head_dim]
     mask = None if mask is None else mask.repeat_interleave(group, 2)
@@ -108,7 +118,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
 
 def attend_by_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None = None,
-    lse: Tensor | None = None,
+    sloped: Sloped | None = None, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `attend`, but in float32 and for some queries at a time. lse: [rows, num_query, heads], receives log-sum-exps if given"""
     rows, num_query, heads = q.shape[:3]
@@ -123,6 +133,8 @@ def attend_by_scores(
         scores = torch.matmul(grouped.flatten(2, 3), keys.transpose(2, 3)).mul_(scale).unflatten(2, grouped.shape[2:4])
         if soft_cap is not None:
             scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if sloped is not None:
+            scores.addcmul_(sloped.slopes.view(kv_heads, -1, 1, 1), sloped.behind[:, None, None, queries])
         if mask is not None:
             scores += mask[:, :, None, queries]  # [rows, 1, 1, n, length]
         sums = with_sinks(torch.logsumexp(scores, -1, keepdim=True), rests)

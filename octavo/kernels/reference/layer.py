@@ -26,6 +26,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ((wide * inverse).to(weight.dtype) * weight).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Returns (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, over the last dimension. It is rounded once, at the end."""
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream, centres and normalises the sum. Returns (normed, new residual)."""
+    residual = residual + x
+    return layer_norm(residual, weight, bias, eps), residual
+
+
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x [T, heads, head_dim] normed: each head by a weight [head_dim], or all together by a weight [heads * head_dim]."""
     if len(weight) == x.shape[-1]:

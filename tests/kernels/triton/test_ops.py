@@ -9,6 +9,7 @@ from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
 from octavo.kernels.triton.step.activation import gate_and_mul, gelu, gelu_and_mul, silu_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
+from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
 from octavo.kernels.triton.step.write_kv import write_kv
@@ -75,6 +76,18 @@ def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
     got, exact = add_rms_norm(x, residual, weight, 1e-5), plain_layer.add_rms_norm(x, residual, weight, 1e-5)
     assert_near(got[0], exact[0])
     assert torch.equal(got[1], exact[1])
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "bare"])
+@pytest.mark.parametrize("size", [1, 48, 1025])
+@DTYPES
+def test_layer_norms(dtype: torch.dtype, size: int, biased: bool, device: str) -> None:
+    x, residual = random(device, dtype, 3, size) + 7, random(device, dtype, 3, size) * 3
+    weight, bias = random(device, dtype, size), random(device, dtype, size) if biased else None
+    got, exact = add_layer_norm(x, residual, weight, bias, 1e-5), plain_layer.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert_near(got[0], exact[0])
+    assert torch.equal(got[1], exact[1])
+    assert_near(layer_norm(x, weight, bias, 1e-5), torch.nn.functional.layer_norm(x, (size,), weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.22])

@@ -67,10 +67,12 @@ def test_rows_of_a_tree_agree_with_the_twin_however_they_are_cut(
         shares = shares_with(caches, keys, tiles, of_teams, wanted)
         before, in_all = shares.lines.clone(), int(shares.lines[0, IN_ALL])
         assert int(shares.lines[1 : 1 + in_all, DEPTH].max()) == (2 if wanted == 1 else 3)
-        for sinks in (None, torch.linspace(-1.5, 2.5, HEADS, device=device)):
-            got = caches.attend(tiles, shares=shares, of_teams=of_teams, sinks=sinks)
-            assert_near(got, caches.exact(sinks=sinks))
-            ways = (caches.attend(tiles, paged=paged, shares=shares, of_teams=of_teams, sinks=sinks) for paged in (True, False))
+        learned = torch.linspace(-1.5, 2.5, HEADS, device=device)
+        features: list[dict[str, torch.Tensor]] = [{}, {"sinks": learned}, {"slopes": learned.abs() / 9}]
+        for feature in features:
+            got = caches.attend(tiles, shares=shares, of_teams=of_teams, **feature)
+            assert_near(got, caches.exact(**feature))
+            ways = (caches.attend(tiles, paged=paged, shares=shares, of_teams=of_teams, **feature) for paged in (True, False))
             assert_same(got, *ways)
             assert torch.equal(shares.lines, before)
 

@@ -136,13 +136,16 @@ def read_keys(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """(output, log-sum-exp in units of log2) of queries [N, DIM_TILE] over the keys of a table from low to high"""
+    """(output, log-sum-exp in units of log2) of queries [N, DIM_TILE] over the keys of a table from low to high
+
+    end: the context of the query's row, or of the row of each query, [N, 1]
+    """
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         position = start + tl.arange(0, TILE)
         inside = position < high
         of_keys = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
         keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, True)
-        behind = (position - (end - 1))[None, :]
+        behind = position[None, :] - (end - 1)
         scores = tl.where(inside[None, :], score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED), HIDDEN)
         values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, True)
         largest, total, weights, fade = weigh(scores, largest, total, unit)

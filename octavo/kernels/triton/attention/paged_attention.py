@@ -121,13 +121,13 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
 def _teams(tensors: Given, numbers: Given, shared: dict[str, Any], teams: Teams, tiles: Tiles) -> Pair:
     """Returns the levels of rows in shared-prefix groups (`teams.py`)."""
     q, k_cache, v_cache, tables, query_start, context_len, *_, slopes = tensors
-    assert slopes is None and len(teams.lines) > most_teams(len(context_len))
+    assert len(teams.lines) > most_teams(len(context_len))
     levels = torch.empty(len(context_len), MOST_LEVELS, *q.shape[1:], dtype=torch.float32, device=q.device)
     sums = torch.empty(levels.shape[:3], dtype=torch.float32, device=q.device)
     pdl = tiles.pdl and use_pdl()
-    unlike = "SLOPED", "WITH_SINKS", "WITH_LSE"  # these apply to rows
+    unlike = "WITH_SINKS", "WITH_LSE"  # these apply to rows
     read_in_teams[(tiles.programs * multiprocessors(q.device),)](
-        q, k_cache, v_cache, tables, query_start, teams.lines, levels, sums, *numbers[:-1],
+        q, k_cache, v_cache, tables, query_start, context_len, slopes, teams.lines, levels, sums, *numbers[:-1],
         **{name: value for name, value in shared.items() if name not in unlike}, TEAM_TILE=tiles.queries, TILE=tiles.keys,
         STAGES=tiles.stages, PDL=pdl, num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip

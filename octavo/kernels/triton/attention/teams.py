@@ -26,6 +26,8 @@ def read_in_teams(
     v_cache,
     tables,
     query_start,
+    context_len,
+    slopes,
     teams,
     levels,
     levels_lse,
@@ -44,6 +46,7 @@ def read_in_teams(
     PAGED: tl.constexpr,
     TOGETHER: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,10 +65,14 @@ def read_in_teams(
         head = kv_head * GROUP + line % GROUP
         queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
         table = tables + tl.load(at + AT_ROWS).to(tl.int64) * table_width  # of the first row: the others have the same keys there
+        slope, end = 0.0, high
+        if SLOPED:  # the distance of a key depends on the row
+            slope = tl.load(slopes + head, mask=present, other=0.0)
+            end = tl.load(context_len + entry, mask=present, other=0).to(tl.int32)[:, None]
         largest, total, mixed = begin(q, head, present, unit, TEAM_TILE, DIM_TILE, False)
         result, log_sum = read_keys(
-            queries, k_cache, v_cache, table, kv_head, low, high, high, 0.0, largest, total, mixed, scale, unit, cap, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, CAPPED, False, TILE, STAGES,
+            queries, k_cache, v_cache, table, kv_head, low, high, end, slope, largest, total, mixed, scale, unit, cap, region_size,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, CAPPED, SLOPED, TILE, STAGES,
         )  # fmt: skip
         place = (entry.to(tl.int64) * LEVELS + level) * HEADS + head
         put(levels, place, present, result, DIM, DIM_TILE)

@@ -1,0 +1,63 @@
+"""The order of a projection's rows in a file, where it is not the order of the model. It uses no torch.
+
+    interleaved   a head rotates pairs of rows: in the file (2i, 2i + 1), in the model (i, i + d/2), of the first d rows that are rotated
+    by head       q, k and v are one weight: in the file [heads][q k v][head_dim], in the model [q k v][heads][head_dim]
+
+q and k are reordered alike, so their products stay the same, and no kernel needs a second kind of rotation.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Places = NDArray[np.int64]
+
+
+class RowOrder(Protocol):
+    @property
+    def heads(self) -> int: ...
+
+    def fits(self, count: int) -> bool:
+        """Whether a weight can have this many rows."""
+
+    def places(self, count: int) -> Places:
+        """Returns the row of the file for each row of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    heads: int
+    rotated: int | None = None  # rows of a head, the first ones; None: all
+
+    def fits(self, count: int) -> bool:
+        return count % (2 * self.heads) == 0
+
+    def places(self, count: int) -> Places:
+        rows = np.arange(count).reshape(self.heads, -1)
+        rotated = rows.shape[1] if self.rotated is None else self.rotated
+        pairs = rows[:, :rotated].reshape(self.heads, -1, 2)
+        return np.concatenate([pairs[:, :, 0], pairs[:, :, 1], rows[:, rotated:]], axis=1).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class ByHead:
+    heads: int
+    parts: int = 3
+
+    def fits(self, count: int) -> bool:
+        return count % (self.parts * self.heads) == 0
+
+    def places(self, count: int) -> Places:
+        return np.arange(count).reshape(self.heads, self.parts, -1).swapaxes(0, 1).reshape(-1)
+
+
+def in_file(order: RowOrder, count: int, rows: range | None) -> tuple[range | None, Places]:
+    """Returns the range of a file that has these rows of the model, and where each of them is in it. None: all rows of `count`"""
+    places = order.places(count)
+    if rows is None:
+        return None, places
+    own = places[rows.start : rows.stop]
+    first = int(own.min())
+    return range(first, int(own.max()) + 1), own - first
