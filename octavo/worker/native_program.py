@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.backend import Rope
-from octavo.attention.spec import AttentionSpec, alibi_slopes, kv_buffers
+from octavo.attention.spec import AttentionSpec, kv_buffers
 from octavo.kernels.cpu.library import (
     ACTIVATIONS,
     BF16,
@@ -38,7 +37,7 @@ from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
 from octavo.kernels.shared_keys import NATIVE_COST, NOTHING, AllShared
 from octavo.kernels.step_tensors import StepMemory, StepTensors
-from octavo.layers.attention import build_rope
+from octavo.layers.attention import build_rope, slopes_of_rank
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
 from octavo.messages import StepPlan
@@ -195,7 +194,10 @@ class NativeProgram:
             "whole_norm": spec.qk_norm == "whole", "cache_group": group, "block_size": self._spans[group],
             "activation": ACTIVATIONS[shape.mlp.activation], "attention_scale": spec.scale,
         }  # fmt: skip
-        layer = Layer(**numbers, cos=at(rope.cos), sin=at(rope.sin), alibi=address(self._slopes(spec)))
+        layer = Layer(**numbers, cos=at(rope.cos), sin=at(rope.sin))
+        if spec.alibi:
+            self._kept.append(slopes_of_rank(spec.num_heads, self.place.comm))
+            layer.alibi = at(self._kept[-1])
         for vector in model.vectors:
             if vector.layer == index:
                 sinks = vector.name == "sinks"
@@ -226,15 +228,6 @@ class NativeProgram:
         if key not in self._ropes:
             self._ropes[key] = build_rope(*key, max_len)
         return self._ropes[key]
-
-    def _slopes(self, spec: AttentionSpec) -> NDArray[np.float32] | None:
-        """The slopes of ALiBi for this rank's heads."""
-        if not spec.alibi:
-            return None
-        comm, count = self.place.comm, spec.num_heads
-        slopes = np.array(alibi_slopes(count * comm.size)[comm.rank * count :][:count], np.float32)
-        self._kept.append(slopes)
-        return slopes
 
     def _describe(self, model: ModelDescription, weights: NativeWeights) -> Model:
         norms = {vector.name: self._norm(weights, vector, model.norm) for vector in model.vectors if vector.layer is None}
