@@ -29,7 +29,7 @@ from octavo.kernels.triton.sampling import sample as sampling
 from octavo.layers.comm import NullComm
 from octavo.model_config import RopeConfig
 from octavo.models.dense import DenseModel
-from octavo.models.dense_family import DenseConfig
+from octavo.models.dense_family import DenseConfig, dense_config
 from octavo.policy.description import NormShape
 
 ON_GPU = torch.cuda.is_available()
@@ -51,13 +51,13 @@ class Shape:
     family: str = "Qwen3"
 
     def config(self) -> DenseConfig:
-        return DenseConfig(
-            architecture=f"{self.family}ForCausalLM", vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
-            num_layers=self.layers, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim, max_position=4096,
-            norm=NormShape(1e-6), rope=RopeConfig(theta=1e6), tie_embeddings=self.tied, qkv_bias=self.family == "Qwen2", output_bias=False,
-            mlp_bias=False, qk_norm="heads" if self.family == "Qwen3" else None, windows=(None,) * self.layers, dtype=None,
-            eos_token_ids=(), bos_token_id=None,
-        )  # fmt: skip
+        return dense_config({
+            "architecture": f"{self.family}ForCausalLM", "vocab_size": self.vocab, "hidden_size": self.hidden, "inner": self.intermediate,
+            "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim,
+            "max_position": 4096, "norm": NormShape(1e-6), "rope": RopeConfig(theta=1e6), "tie_embeddings": self.tied,
+            "qkv_bias": self.family == "Qwen2", "output_bias": False, "mlp_bias": False, "dtype": None, "eos_token_ids": (),
+            "qk_norm": "heads" if self.family == "Qwen3" else None, "bos_token_id": None,
+        })  # fmt: skip
 
 
 SHAPES = {
@@ -172,7 +172,7 @@ class Bench:
         own, batch = layer.attention, self.batch
         norms = None if own.norms is None else (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
         place = batch.positions[0], batch.slots, batch.tables, batch.context_len
-        cache, spec, attend = batch.caches[own.layer], own.backend.spec, kernels.decode_attention_parts
+        cache, spec, attend = batch.caches[layer.layer], own.backend.spec, kernels.decode_attention_parts
         parts: tuple[Tensor, Tensor] = attend(
             qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], spec.scale, spec.window
         )
@@ -352,7 +352,7 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
         own = layer.attention
         norms = (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
         place = batch.positions[0], batch.slots, batch.tables, batch.context_len
-        cache = batch.caches[own.layer]
+        cache = batch.caches[layer.layer]
         return kernels.decode_attention_parts(qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], 0.1, None)
 
     parts = decode(model.layers[0])

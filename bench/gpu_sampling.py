@@ -23,11 +23,11 @@ from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
-from octavo.kernels.triton.precompile import kernel_keys
 from octavo.kernels.triton.sampling.draw import TILING, Tiling, draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.sampling_params import SamplingParams
+from octavo.worker.kernel_calls import kernel_keys
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -54,7 +54,6 @@ class ModelConfig:
     dtype: str | None  # what the checkpoint says, if it says
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    context_ranks: int = 1  # in the config of a rank: the ranks that have the same heads of k and v, and share the tokens of a context
 
 
 def is_json_object(value: object) -> bool:

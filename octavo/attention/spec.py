@@ -85,6 +85,11 @@ class AttentionSpec:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
+    def turned(self) -> int:
+        """How many dimensions of a head are rotated: none without a rotation."""
+        return 0 if self.rope is None else self.rotated
+
+    @property
     def position_table(self) -> tuple[Hashable, int] | None:
         """Cosines and sines, each for half of the rotated dimensions."""
         return None if self.rope is None else ((self.rope, self.rotated), self.rotated)

@@ -1,9 +1,7 @@
-"""The shapes that determine which GPU kernels are compiled, as numbers. It imports no torch and no Triton, so any process can use it."""
+"""Matrices as the GPU kernels see them: which kernels are compiled depends on them. It imports no torch and no Triton."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-from octavo.kernels.gates import Gate
+from typing import NamedTuple
 
 FP8_BLOCK = 128  # rows and columns of 8-bit floats that share a scale, if scales are per block
 
@@ -30,15 +28,6 @@ class Fp8Shape(NamedTuple):
     bias: bool = False
 
 
-class AttentionShape(NamedTuple):
-    """The properties in which the layers of one model may differ."""
-
-    window: int | None
-    rotated: int  # dimensions of a head that are rotated
-    soft_cap: float | None = None
-    sinks: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     count: int
@@ -50,29 +39,3 @@ class ExpertShape:
     group: int = 0
     table: bool = False
     floats: bool = False  # the table is that of MXFP4
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShapes:
-    """A model whose layers are attention over keys and values and a gated MLP or MoE, with norms before or after them."""
-
-    vocab: int
-    hidden: int
-    inner: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention_scale: float
-    norm_eps: float
-    qkv_bias: bool
-    qk_norm: Literal["heads", "whole"] | None
-    attentions: tuple[AttentionShape, ...]  # one of each kind
-    packed: tuple[PackedShape, ...] = ()
-    fp8: tuple[Fp8Shape, ...] = ()
-    gate: Gate = "swiglu"
-    norms: Literal["before", "after", "both"] = "before"
-    wide_norms: bool = False  # norm weights are float32
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_cap: float | None = None
-    experts: ExpertShape | None = None

@@ -6,7 +6,7 @@ q, k and v are one weight, head by head in folders. Some folders leave out the p
 from typing import Any
 
 from octavo.model_config import NORM_EPSILONS, ConfigReader
-from octavo.models.dense_family import DenseConfig, dense_family, interleaved_qk, read_fields, with_defaults
+from octavo.models.dense_family import DenseConfig, dense_config, dense_family, interleaved_qk, read_fields, with_defaults
 from octavo.models.family import GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.row_order import ByHead, RowOrder
@@ -43,13 +43,11 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     fields = read_fields(with_defaults(reader, width), architecture)
     norm = NormShape(reader.number("layer_norm_epsilon", 1e-5, *NORM_EPSILONS), "layer", bias=True)
     biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
-    return DenseConfig(
-        **fields | biases | {"norm": norm}, rope=None, alibi=True, normed_embedding=True, activation="gelu"
-    )
+    return dense_config(fields | biases | {"norm": norm, "alibi": True, "normed_embedding": True, "activation": "gelu"})
 
 
 def _orders(config: DenseConfig) -> dict[str, RowOrder]:
-    return {QKV: ByHead(config.num_heads)}
+    return {QKV: ByHead(config.attention().num_heads)}
 
 
 def _gguf(keys: GGUFKeys) -> dict[str, Any]:

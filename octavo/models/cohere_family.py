@@ -17,6 +17,7 @@ from octavo.models.dense_family import (
     SLIDING,
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -45,18 +46,18 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     if reader.flag("use_qk_norm", False):
         raise reader.fail("use_qk_norm", "false: layer norms on the heads of q and k are not supported")
     fields = read_fields(reader, architecture)
-    rope = reader.rope(fields["head_dim"])
+    fields |= {
+        "norm": NormShape(reader.number("layer_norm_eps", 1e-5, *NORM_EPSILONS), "layer"),
+        "rope": reader.rope(fields["head_dim"]),
+        "parallel": True,
+        "logit_scale": reader.number("logit_scale", 1.0, *SCALES),
+    }
     if architecture == COHERE2:
         pattern = reader.integer("sliding_window_pattern", PATTERN, high=2**16)
         types = read_layer_types(reader, fields["num_layers"], lambda layer: (layer + 1) % pattern != 0)
-        ropes = tuple(rope if kind == SLIDING else None for kind in types)
+        ropes = [fields["rope"] if kind == SLIDING else None for kind in types]
         fields |= {"windows": layer_windows(reader, types), "gives_back": True, "ropes": ropes}
-    return DenseConfig(
-        **fields | {"norm": NormShape(reader.number("layer_norm_eps", 1e-5, *NORM_EPSILONS), "layer")},
-        rope=rope,
-        parallel=True,
-        logit_scale=reader.number("logit_scale", 1.0, *SCALES),
-    )
+    return dense_config(fields)
 
 
 def _gguf(keys: GGUFKeys) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class DenseLayer(nn.Module):
         comm: Comm,
     ) -> None:  # fmt: skip
         super().__init__()
-        shape = config.layer(layer)
+        shape = config.layers[layer]
         before, after = shape.norms != "after", shape.norms != "before"
         self.layer, self.residual_scale = layer, shape.residual_scale
         self.attention_norm = build_norm(config, shape.norm, dtype) if before else None
@@ -74,7 +74,7 @@ class ParallelLayer(nn.Module):
         comm: Comm,
     ) -> None:  # fmt: skip
         super().__init__()
-        shape = config.layer(layer)
+        shape = config.layers[layer]
         assert shape.norms == "before" and shape.residual_scale == 1, "sub-layers in parallel have one norm, before both"
         self.layer, self.comm = layer, comm
         self.attention_norm = build_norm(config, shape.norm, dtype)
@@ -128,10 +128,10 @@ class DenseModel(Decoder):
         max_len: int,
         scheme: QuantScheme = UNQUANTIZED,
     ) -> None:
-        rotated = config.attention(0).rotated
-        ropes = {rope: build_rope(rope, rotated, max_len) for rope in map(config.rope_of, range(config.num_layers))}
-        kind = ParallelLayer if config.parallel else DenseLayer
-        layers = [kind(config, layer, ropes[config.rope_of(layer)], backend, scheme, dtype, comm) for layer in range(config.num_layers)]
+        specs = [config.attention(layer) for layer in range(config.num_layers)]
+        ropes = {rope: build_rope(rope, specs[0].rotated, max_len) for rope in {spec.rope for spec in specs}}
+        kind = ParallelLayer if config.layers[0].parallel else DenseLayer
+        layers = [kind(config, layer, ropes[spec.rope], backend, scheme, dtype, comm) for layer, spec in enumerate(specs)]
         norm = build_norm(config, config.norm, dtype)
         embedding_norm = build_norm(config, config.norm, dtype) if config.normed_embedding else None
         scales = Scales(config.embedding_scale, config.logit_scale, config.logit_cap)

@@ -7,17 +7,17 @@ or capped. `models/dense.py` computes a model from the config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, cast
 
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import LoadError
-from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeConfig
+from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig
 from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.row_order import Interleaved, RowOrder
-from octavo.policy.description import Activation, Experts, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Scores, Vector
+from octavo.policy.description import LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
 from octavo.policy.split import Shared
 
 MODEL = "octavo.models.dense:DenseModel"
@@ -52,76 +52,50 @@ PLAIN_RULES = Rules([*EMBEDDING_RULES, *NORM_RULES, *ATTENTION_RULES, *QK_NORM_R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig(ModelConfig):
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm: NormShape
-    rope: RopeConfig | None  # None: no layer has a rotation
+    layers: tuple[LayerShape, ...]
+    norm: NormShape  # of the layers, of the last hidden states, and of the embedding if that is normed
     qkv_bias: bool
     output_bias: bool  # bias of the attention output projection
     mlp_bias: bool
-    qk_norm: Literal["heads", "whole"] | None
-    windows: tuple[int | None, ...]  # per layer: sliding window in tokens; None: full attention
     gives_back: bool = False  # layers with a window free the blocks behind it
-    ropes: tuple[RopeConfig | None, ...] = ()  # per layer, if they differ; None: the layer has no rotation
-    rotary_dim: int | None = None  # the number of rotated dimensions at the start of a head; None: all
-    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    soft_cap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
-    parallel: bool = False  # attention and the MLP read the same normed input
-    normed_embedding: bool = False
-    norms: Literal["before", "after", "both"] = "before"
     wide_norms: bool = False  # norm weights are float32, and are applied before rounding
-    activation: Activation = "swiglu"
-    residual_scale: float = 1.0
+    normed_embedding: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    mixed: tuple[bool, ...] = ()  # per layer: whether its MLP is an MoE (`models/mixture_family.py`); empty: no layer's is
-    num_experts: int = 0
-    chosen_experts: int = 0  # per token
-    expert_size: int = 0  # inner width of one of them
-    shared_size: int = 0  # of the expert that all tokens pass through; 0: none
-    scores: Scores = "all"
-    normed_scores: bool = True
-    expert_ranks: int = 1  # in the config of a rank: the number of ranks that have whole experts
 
-    def rope_of(self, layer: int) -> RopeConfig | None:
-        return self.ropes[layer] if self.ropes else self.rope
+    def attention(self, layer: int = 0) -> AttentionSpec:
+        """All layers have the same heads."""
+        return cast(AttentionSpec, self.layers[layer].mixer)
 
-    def attention(self, layer: int) -> AttentionSpec:
-        return AttentionSpec(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
-            window=self.windows[layer],
-            rope=self.rope_of(layer),
-            rotary_dim=self.rotary_dim,
-            qk_norm=self.qk_norm,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            alibi=self.alibi,
-            context_ranks=self.context_ranks,
-        )
 
-    def mlp(self, layer: int) -> MLPShape:
-        if not self.mixed or not self.mixed[layer]:
-            return MLPShape(self.intermediate_size, self.activation)
-        experts = Experts(self.num_experts, self.chosen_experts, self.scores, self.normed_scores, self.shared_size, self.expert_ranks)
-        return MLPShape(self.expert_size, self.activation, experts)
+def dense_config(given: Mapping[str, Any]) -> DenseConfig:
+    """Builds a config from values by name: fields of the config itself, and of every layer, its attention and its MLP.
 
-    def layer(self, layer: int) -> LayerShape:
-        return LayerShape(self.attention(layer), self.mlp(layer), self.norm, self.parallel, self.norms, self.residual_scale)
+    Values that differ by layer are lists: `windows`, `ropes` and `mlps` (`MLPShape`), if given.
+    """
+    rest = dict(given)
+    every = range(rest["num_layers"])
+    windows, ropes, mlps = (rest.pop(name, None) for name in ("windows", "ropes", "mlps"))
+    rest.setdefault("scale", rest["head_dim"] ** -0.5)
+    attention, mlp, layer, own = (_fields_of(kind, rest) for kind in (AttentionSpec, MLPShape, LayerShape, DenseConfig))
+    assert not (unknown := rest.keys() - attention.keys() - mlp.keys() - layer.keys() - own.keys()), f"no part has {unknown}"
+    spec, plain = AttentionSpec(**attention), MLPShape(**mlp)
+    if ropes is not None:
+        assert len(ropes) == len(every)
+    specs = [replace(spec, window=windows and windows[one], rope=ropes[one] if ropes else spec.rope) for one in every]
+    return DenseConfig(**own, layers=tuple(LayerShape(specs[one], mlps[one] if mlps else plain, **layer) for one in every))
+
+
+def _fields_of(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
 # -- reading a config.json
 
 
 def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
-    """Reads the fields of a plain decoder, by the keys that most families share. A family replaces those that differ."""
+    """Reads the values of a plain decoder for `dense_config`, by the keys that most families share. A family replaces those that differ."""
     heads = reader.integer("num_attention_heads", high=65536)
     kv_heads = reader.integer("num_key_value_heads", heads, high=65536)
     common = reader.common(architecture)
@@ -136,7 +110,7 @@ def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     bias = reader.flag("attention_bias", False)
     return {
         **common,
-        "intermediate_size": reader.integer("intermediate_size", high=2**22),
+        "inner": reader.integer("intermediate_size", high=2**22),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -144,8 +118,6 @@ def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": reader.flag("mlp_bias", False),
-        "qk_norm": None,
-        "windows": (None,) * common["num_layers"],
     }
 
 
@@ -196,7 +168,7 @@ def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, .
 
 
 def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
-    hidden, mlp, bias = config.hidden_size, config.mlp(layer), config.mlp_bias
+    hidden, mlp, bias = config.hidden_size, config.layers[layer].mlp, config.mlp_bias
     inner = mlp.inner
     parts = {"gate": inner, "up": inner} if mlp.gated else {"up": inner}
     return [
@@ -220,7 +192,7 @@ def describe(
         hidden_size=config.hidden_size,
         max_position=config.max_position,
         norm=config.norm,
-        layers=tuple(config.layer(layer) for layer in numbers),
+        layers=config.layers,
         matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
         vectors=(*first, *(one for layer in numbers for one in layer_vectors(config, layer)), norm("norm", "norm")),
         lookup=None if tied else embedding,
@@ -241,8 +213,9 @@ def attention_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Ma
 
 
 def layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
+    shape = config.layers[layer]
     before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
-    names = {"before": before[:1] if config.parallel else before, "after": after, "both": before + after}[config.norms]
+    names = {"before": before[:1] if shape.parallel else before, "after": after, "both": before + after}[shape.norms]
     spec = config.attention(layer)
     heads = {} if spec.qk_norm is None else dict(zip(("q_norm", "k_norm"), spec.normed))
     sinks = [vector("sinks", "layers.*.attention.sinks", spec.num_heads, layer)] if spec.sinks else []
@@ -254,16 +227,33 @@ def layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
 
 
 def shared(config: DenseConfig) -> dict[str, Shared]:
+    spec = config.attention()
     return {
-        "num_heads": Shared("num_attention_heads", config.num_heads),
-        "num_kv_heads": Shared("num_key_value_heads", config.num_kv_heads, repeats=True),
-        "intermediate_size": Shared("intermediate_size", config.intermediate_size),
+        "num_heads": Shared("num_attention_heads", spec.num_heads),
+        "num_kv_heads": Shared("num_key_value_heads", spec.num_kv_heads, repeats=True),
+        "inner": Shared("intermediate_size", config.layers[0].mlp.inner),
     }
 
 
+def divided(config: DenseConfig, own: Mapping[str, int], context: int) -> DenseConfig:
+    """Returns the config of a rank. `own`: its numbers, by the names of `shared`"""
+
+    def of_rank(layer: LayerShape, spec: AttentionSpec) -> LayerShape:
+        spec = replace(spec, num_heads=own["num_heads"], num_kv_heads=own["num_kv_heads"], context_ranks=context)
+        return replace(layer, mixer=spec, mlp=divided_mlp(layer.mlp, own))
+
+    return replace(config, layers=tuple(of_rank(layer, config.attention(index)) for index, layer in enumerate(config.layers)))
+
+
+def divided_mlp(mlp: MLPShape, own: Mapping[str, int]) -> MLPShape:
+    if mlp.experts is None:
+        return replace(mlp, inner=own["inner"])
+    experts = replace(mlp.experts, shared_inner=own.get("shared_inner", 0))
+    return replace(mlp, inner=own.get("expert_inner", mlp.inner), experts=experts)
+
+
 def cut(config: DenseConfig, layers: range) -> DenseConfig:
-    own = slice(layers.start, layers.stop)
-    return replace(config, num_layers=len(layers), windows=config.windows[own], ropes=config.ropes[own], mixed=config.mixed[own])
+    return replace(config, num_layers=len(layers), layers=config.layers[layers.start : layers.stop])
 
 
 # -- GGUF files
@@ -305,8 +295,8 @@ def gguf_rotated(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def interleaved_rows(config: DenseConfig) -> dict[str, RowOrder]:
     """For `Family.orders`: q and k are in interleaved rotary order."""
-    q, k = (rule.checkpoint for rule in ATTENTION_RULES[:2])
-    return {q: Interleaved(config.num_heads, config.rotary_dim), k: Interleaved(config.num_kv_heads, config.rotary_dim)}
+    (q, k), spec = (rule.checkpoint for rule in ATTENTION_RULES[:2]), config.attention()
+    return {q: Interleaved(spec.num_heads, spec.rotary_dim), k: Interleaved(spec.num_kv_heads, spec.rotary_dim)}
 
 
 def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]:
@@ -333,5 +323,5 @@ def dense_family(
     orders: Callable[[DenseConfig], Mapping[str, RowOrder]] | None = None,
 ) -> Family:
     """Returns a family of decoders without experts. `unshared`: why its matrices cannot be split among ranks, if so"""
-    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, cut=cut, orders=orders)
+    family = Family(name, architectures, MODEL, rules, read, partial(describe, rules, name), gguf, shared, divided, cut=cut, orders=orders)
     return family if unshared is None else replace(family, shared=None, unshared=unshared)

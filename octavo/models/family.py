@@ -5,7 +5,7 @@
     describe    the parts of such a model: matrices, layers, caches, activations (`policy/description.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        its names in GGUF files, if such files exist
-    shared      the numbers of its config that are divided among tensor parallel ranks (`policy/split.py`)
+    shared      the numbers that are divided among tensor parallel ranks (`policy/split.py`); `divided` makes the config of a rank
     cut, deal   its config with some of the layers or experts, for the stages of a pipeline and for expert parallelism
     orders      the rows of its folders that are in another order than the model's (`models/row_order.py`)
 
@@ -202,6 +202,7 @@ class Family:
     describe: Callable[[Any], ModelDescription]
     gguf: GGUFForm | None = None
     shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
+    divided: Callable[[Any, Mapping[str, int], int], Any] | None = None  # (config, a rank's numbers, ranks that share a context) -> config
     unshared: str = "nobody has said how"  # the reason why they cannot be split
     cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be split into stages
     deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts

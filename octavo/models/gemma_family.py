@@ -20,6 +20,7 @@ from octavo.models.dense_family import (
     SLIDING,
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -75,17 +76,18 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     pattern = PATTERN2 if architecture == GEMMA2 else reader.integer("sliding_window_pattern", high=2**16)
     types = read_layer_types(reader, fields["num_layers"], lambda layer: (layer + 1) % pattern != 0)
     fields |= {"rope": reader.rope(fields["head_dim"])} if architecture == GEMMA2 else _two_rotations(reader, fields["head_dim"], types)
-    return DenseConfig(
-        **fields | {"windows": layer_windows(reader, types)},
-        gives_back=True,
-        attention_scale=reader.number("query_pre_attn_scalar", 256, 1e-6, 1e6) ** -0.5,
-        soft_cap=_cap(reader, "attn_logit_softcapping"),
-        logit_cap=_cap(reader, "final_logit_softcapping"),
-        norms="both",
-        wide_norms=True,
-        activation="geglu",
-        embedding_scale=fields["hidden_size"] ** 0.5,
-    )
+    own = {
+        "windows": layer_windows(reader, types),
+        "gives_back": True,
+        "scale": reader.number("query_pre_attn_scalar", 256, 1e-6, 1e6) ** -0.5,
+        "soft_cap": _cap(reader, "attn_logit_softcapping"),
+        "logit_cap": _cap(reader, "final_logit_softcapping"),
+        "norms": "both",
+        "wide_norms": True,
+        "activation": "geglu",
+        "embedding_scale": fields["hidden_size"] ** 0.5,
+    }
+    return dense_config(fields | own)
 
 
 def _cap(reader: ConfigReader, key: str) -> float | None:
@@ -98,7 +100,7 @@ def _two_rotations(reader: ConfigReader, head_dim: int, types: list[str]) -> dic
     given = reader.object("rope_parameters")
     everywhere, nearby = given.get(FULL) or reader.object("rope_scaling"), given.get(SLIDING) or {}
     rope, local = (reader.rope(head_dim, *one) for one in ((everywhere, thetas[0]), (nearby, thetas[1])))
-    return {"rope": rope, "ropes": tuple(local if kind == SLIDING else rope for kind in types), "qk_norm": "heads"}
+    return {"ropes": [local if kind == SLIDING else rope for kind in types], "qk_norm": "heads"}
 
 
 def _gguf_config2(keys: GGUFKeys) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from octavo.models.dense_family import (
     MLP_RULES,
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     gguf_rotated,
@@ -44,7 +45,8 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     fields = read_fields(reader, architecture) | {"output_bias": False, "norms": "both"}
     parameters = reader.object("rope_parameters") or reader.object("rope_scaling")
     rotated = read_rotated(reader, parameters, fields["head_dim"])
-    return DenseConfig(**fields, rope=reader.rope(rotated, parameters), rotary_dim=None if rotated == fields["head_dim"] else rotated)
+    rotation = {"rope": reader.rope(rotated, parameters), "rotary_dim": None if rotated == fields["head_dim"] else rotated}
+    return dense_config(fields | rotation)
 
 
 def _gguf(keys: GGUFKeys) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 Folders have one tensor for all experts of a layer, in floats or in MXFP4 (`loading/stacked.py`).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from octavo.models.dense_family import (
     DenseConfig,
     check_activation,
     cut,
+    dense_config,
+    divided,
     gguf_fields,
     interleaved_qk,
     layer_windows,
@@ -26,7 +29,8 @@ from octavo.models.dense_family import (
 )
 from octavo.models.family import Family, GGUFForm, Rule, Rules, Stack
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.models.mixture_family import deal, describe, expert_fields, expert_rules, gguf_experts, shared
+from octavo.models.mixture_family import deal, describe, expert_rules, gguf_experts, read_experts, shared
+from octavo.policy.description import MLPShape
 
 ARCHITECTURE = "GptOssForCausalLM"
 MLP = "model.layers.*.mlp"
@@ -55,19 +59,19 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
         if reader.number(key, value, 0, 1e6) != value:
             raise reader.fail(key, str(value))
     fields = read_fields(reader, architecture)
-    fields |= expert_fields(reader, fields, "intermediate_size")
+    layers = fields["num_layers"]
+    inner, experts = read_experts(reader, layers, "intermediate_size")
     bias = reader.flag("attention_bias", True)
     fields |= {
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": True,
         "sinks": True,
-        "activation": "clamped",
-        "scores": "chosen",
+        "mlps": [MLPShape(inner, "clamped", replace(experts, scores="chosen"))] * layers,
         "wide_norms": True,
-        "windows": layer_windows(reader, read_layer_types(reader, fields["num_layers"], lambda layer: layer % 2 == 0)),
+        "windows": layer_windows(reader, read_layer_types(reader, layers, lambda layer: layer % 2 == 0)),
     }
-    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    return dense_config(fields | {"rope": reader.rope(fields["head_dim"])})
 
 
 def _gguf(keys: GGUFKeys) -> dict[str, Any]:
@@ -87,6 +91,7 @@ FAMILY = Family(
     describe=partial(describe, RULES, "gpt_oss"),
     gguf=GGUFForm({"gpt-oss": ARCHITECTURE}, _gguf, interleaved_qk([]), experts=True),
     shared=shared,
+    divided=divided,
     cut=cut,
     deal=deal,
 )

@@ -6,6 +6,7 @@ from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -21,14 +22,13 @@ SCALES = (1e-6, 1e6)
 def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
-    return DenseConfig(
-        **fields,
-        rope=reader.rope(fields["head_dim"]),
-        attention_scale=reader.number("attention_multiplier", 1.0, *SCALES),
-        embedding_scale=reader.number("embedding_multiplier", 1.0, *SCALES),
-        residual_scale=reader.number("residual_multiplier", 1.0, *SCALES),
-        logit_scale=1 / reader.number("logits_scaling", 1.0, *SCALES),
-    )
+    scales = {
+        "scale": reader.number("attention_multiplier", 1.0, *SCALES),
+        "embedding_scale": reader.number("embedding_multiplier", 1.0, *SCALES),
+        "residual_scale": reader.number("residual_multiplier", 1.0, *SCALES),
+        "logit_scale": 1 / reader.number("logits_scaling", 1.0, *SCALES),
+    }
+    return dense_config(fields | scales | {"rope": reader.rope(fields["head_dim"])})
 
 
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:

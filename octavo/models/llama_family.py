@@ -10,6 +10,7 @@ from octavo.models.dense_family import (
     SLIDING,
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -26,12 +27,12 @@ LLAMA, MISTRAL, MINISTRAL = "LlamaForCausalLM", "MistralForCausalLM", "Ministral
 def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
-    rope = reader.rope(fields["head_dim"])
+    fields |= {"rope": reader.rope(fields["head_dim"])}
     if architecture == LLAMA:
-        return DenseConfig(**fields, rope=rope)
+        return dense_config(fields)
     layers, windowed = fields["num_layers"], with_defaults(reader, {"sliding_window": 4096})
     types = [SLIDING] * layers if architecture == MISTRAL else read_layer_types(reader, layers, lambda _: True)
-    return DenseConfig(**fields | {"windows": layer_windows(windowed, types)}, rope=rope, gives_back=True)
+    return dense_config(fields | {"windows": layer_windows(windowed, types), "gives_back": True})
 
 
 FAMILY = dense_family("llama", (LLAMA, MISTRAL, MINISTRAL), read, GGUFForm({"llama": LLAMA}, gguf_fields, interleaved_qk(["llama"])))

@@ -25,6 +25,8 @@ from octavo.models.dense_family import (
     DenseConfig,
     check_activation,
     cut,
+    dense_config,
+    divided,
     gguf_fields,
     interleaved_qk,
     layer_windows,
@@ -35,7 +37,7 @@ from octavo.models.dense_family import (
 )
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import Matrix, ModelDescription
+from octavo.policy.description import Experts, Matrix, MLPShape, ModelDescription
 from octavo.policy.split import Shared
 
 MOST_OF_ALL_LAYERS = 2**17  # experts: several times as many as any model has, and a bound on names
@@ -76,44 +78,41 @@ QWEN_RULES = Rules(
 # -- reading a config.json
 
 
-def expert_fields(reader: ConfigReader, fields: dict[str, Any], size_key: str) -> dict[str, Any]:
-    """Reads the fields that all MoE models have. `size_key`: of the width of an expert"""
+def read_experts(reader: ConfigReader, num_layers: int, size_key: str) -> tuple[int, Experts]:
+    """Returns the width of an expert, whose key is `size_key`, and what all MoE models say of them."""
     key = "num_local_experts" if reader.raw.get("num_experts") is None else "num_experts"
-    count, layers = reader.integer(key, high=MAX_EXPERTS), fields["num_layers"]
-    if count * layers > MOST_OF_ALL_LAYERS:
-        raise LoadError(f"{reader.source}: {layers} layers of {count} experts; all layers together may have {MOST_OF_ALL_LAYERS}")
-    return {
-        "num_experts": count,
-        "chosen_experts": reader.integer("num_experts_per_tok", high=count),
-        "expert_size": reader.integer(size_key, high=2**22),
-        "mixed": (True,) * layers,
-    }
+    count = reader.integer(key, high=MAX_EXPERTS)
+    if count * num_layers > MOST_OF_ALL_LAYERS:
+        raise LoadError(f"{reader.source}: {num_layers} layers of {count} experts; all layers together may have {MOST_OF_ALL_LAYERS}")
+    return reader.integer(size_key, high=2**22), Experts(count, chosen=reader.integer("num_experts_per_tok", high=count))
 
 
 def read_mixtral(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
-    fields |= expert_fields(reader, fields, "intermediate_size")
-    fields |= {"windows": (read_window(reader),) * fields["num_layers"], "gives_back": True}
-    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    layers = fields["num_layers"]
+    inner, experts = read_experts(reader, layers, "intermediate_size")
+    fields |= {"mlps": [MLPShape(inner, experts=experts)] * layers, "windows": [read_window(reader)] * layers, "gives_back": True}
+    return dense_config(fields | {"rope": reader.rope(fields["head_dim"])})
 
 
 def read_qwen(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
-    layers = fields["num_layers"]
-    fields |= expert_fields(reader, fields, "moe_intermediate_size")
-    fields |= {"normed_scores": reader.flag("norm_topk_prob", False), "mixed": _mixed(reader, layers)}
-    slides = reader.flag("use_sliding_window", False)
+    layers, shared_inner, slides = fields["num_layers"], 0, reader.flag("use_sliding_window", False)
     if architecture == QWEN2_MOE:
-        shared = reader.integer("shared_expert_intermediate_size", high=2**22, low=0)
-        fields |= {"qkv_bias": reader.flag("qkv_bias", True), "output_bias": False, "shared_size": shared}
+        shared_inner = reader.integer("shared_expert_intermediate_size", high=2**22, low=0)
+        fields |= {"qkv_bias": reader.flag("qkv_bias", True), "output_bias": False}
         end = reader.integer("max_window_layers", 28, low=0)  # for files without `layer_types`
         types = read_layer_types(reader, layers, lambda layer: layer % 2 == 0 and layer < end)
         fields |= {"windows": layer_windows(reader, types)} if slides else {}
     else:
-        fields |= {"qk_norm": "heads", "windows": (read_window(reader) if slides else None,) * layers}
-    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+        fields |= {"qk_norm": "heads", "windows": [read_window(reader) if slides else None] * layers}
+    inner, experts = read_experts(reader, layers, "moe_intermediate_size")
+    experts = replace(experts, normed=reader.flag("norm_topk_prob", False), shared_inner=shared_inner)
+    moe, plain = MLPShape(inner, experts=experts), MLPShape(fields["inner"])
+    fields |= {"mlps": [moe if there else plain for there in _mixed(reader, layers)]}
+    return dense_config(fields | {"rope": reader.rope(fields["head_dim"])})
 
 
 def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
@@ -136,7 +135,7 @@ def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription
 
 def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
     """Returns the matrices of a layer's MLP. A stack of experts is one matrix, with the parts of all experts in sequence."""
-    shape, hidden, bias = config.mlp(layer), config.hidden_size, config.mlp_bias
+    shape, hidden, bias = config.layers[layer].mlp, config.hidden_size, config.mlp_bias
     if (experts := shape.experts) is None:
         return mlp_matrices(rules, config, layer)
     inner, dealt = shape.inner, experts.ranks > 1
@@ -163,22 +162,32 @@ def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matr
 
 def shared(config: DenseConfig) -> dict[str, Shared]:
     """Every expert is split, unless ranks have whole ones."""
+    mlps = [layer.mlp for layer in config.layers]
+    plain = next((mlp for mlp in mlps if mlp.experts is None), None)
+    inner, experts = next((mlp.inner, mlp.experts) for mlp in mlps if mlp.experts is not None)
     found = dense_family.shared(config)
-    if all(config.mixed):
-        del found["intermediate_size"]
-    if config.expert_ranks == 1:
+    del found["inner"]
+    if plain is not None:
+        found["inner"] = Shared("intermediate_size", plain.inner)
+    if experts.ranks == 1:
         key = "moe_intermediate_size" if config.architecture in (QWEN2_MOE, QWEN3_MOE) else "intermediate_size"
-        found["expert_size"] = Shared(key, config.expert_size)
-    if config.shared_size:
-        found["shared_size"] = Shared("shared_expert_intermediate_size", config.shared_size)
+        found["expert_inner"] = Shared(key, inner)
+    if experts.shared_inner:
+        found["shared_inner"] = Shared("shared_expert_intermediate_size", experts.shared_inner)
     return found
 
 
 def deal(config: DenseConfig, ranks: int) -> DenseConfig:
-    if config.num_experts % ranks:
-        sizes = ", ".join(str(size) for size in range(1, config.num_experts + 1) if config.num_experts % size == 0)
-        raise ConfigError(f"{config.num_experts} experts cannot be divided among tensor_parallel_size {ranks}: sizes that can: {sizes}")
-    return replace(config, expert_ranks=ranks)
+    return replace(config, layers=tuple(replace(layer, mlp=_dealt(layer.mlp, ranks)) for layer in config.layers))
+
+
+def _dealt(mlp: MLPShape, ranks: int) -> MLPShape:
+    if mlp.experts is None:
+        return mlp
+    if (count := mlp.experts.count) % ranks:
+        sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        raise ConfigError(f"{count} experts cannot be divided among tensor_parallel_size {ranks}: sizes that can: {sizes}")
+    return replace(mlp, experts=replace(mlp.experts, ranks=ranks))
 
 
 # -- GGUF files
@@ -220,6 +229,7 @@ MIXTRAL_FAMILY = Family(
     describe=partial(describe, MIXTRAL_RULES, "mixtral"),
     gguf=GGUFForm({"llama": MIXTRAL}, _mixtral_gguf, interleaved_qk(["llama"]), experts=True),
     shared=shared,
+    divided=divided,
     cut=cut,
     deal=deal,
 )
@@ -232,6 +242,7 @@ QWEN_FAMILY = Family(
     describe=partial(describe, QWEN_RULES, "qwen_moe"),
     gguf=GGUFForm({"qwen2moe": QWEN2_MOE, "qwen3moe": QWEN3_MOE}, _qwen_gguf, interleaved_qk([]), experts=True),
     shared=shared,
+    divided=divided,
     cut=cut,
     deal=deal,
 )

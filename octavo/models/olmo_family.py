@@ -8,6 +8,7 @@ from octavo.models.dense_family import (
     QK_NORM_RULES,
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -34,7 +35,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     reader = with_defaults(reader, {"rms_norm_eps": 1e-5})
     check_activation(reader)
     fields = read_fields(reader, architecture) | {"qk_norm": "whole", "norms": "after", "wide_norms": True}
-    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    return dense_config(fields | {"rope": reader.rope(fields["head_dim"])})
 
 
 FAMILY = dense_family(

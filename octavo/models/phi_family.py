@@ -16,6 +16,7 @@ from octavo.models.dense_family import (
     SLIDING,
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     gguf_rotated,
@@ -52,12 +53,9 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     kind = parameters.get("rope_type") or parameters.get("type")
     parameters |= {"rope_type": "longrope" if kind in OLD_NAMES else kind}
     rotated = read_rotated(reader, parameters, fields["head_dim"])
-    return DenseConfig(
-        **fields | {"windows": layer_windows(reader, [SLIDING] * fields["num_layers"])},
-        gives_back=True,
-        rope=reader.rope(rotated, parameters),
-        rotary_dim=None if rotated == fields["head_dim"] else rotated,
-    )
+    rotation = {"rope": reader.rope(rotated, parameters), "rotary_dim": None if rotated == fields["head_dim"] else rotated}
+    windows = layer_windows(reader, [SLIDING] * fields["num_layers"])
+    return dense_config(fields | rotation | {"windows": windows, "gives_back": True})
 
 
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -30,7 +31,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
         first = reader.integer("max_window_layers", 28, low=0)  # for files without `layer_types`
         types = read_layer_types(reader, fields["num_layers"], lambda layer: layer >= first)
         fields |= {"windows": layer_windows(reader, types)}
-    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    return dense_config(fields | {"rope": reader.rope(fields["head_dim"])})
 
 
 FAMILY = dense_family("qwen", (QWEN2, QWEN3), read, GGUFForm({"qwen2": QWEN2, "qwen3": QWEN3}, gguf_fields, interleaved_qk([])))

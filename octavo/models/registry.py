@@ -1,7 +1,6 @@
 """All families, and their functions for a model. This module does not import torch, since memory plans use it."""
 
 import reprlib
-from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -99,13 +98,13 @@ def rank_config(config: ModelConfig, size: int, context: int = 1, expert_ranks: 
     if size == 1:
         return config
     config = dealt_config(config, expert_ranks)
-    if family.shared is None:
+    if family.shared is None or family.divided is None:
         why = family.unshared
         raise ConfigError(f"models of the family {family.name} cannot be split ({why}): set tensor_parallel_size to 1, not {size}")
     shared = family.shared(config)
     check_split(shared.values(), config.vocab_size, size, context)
-    own: dict[str, Any] = {field: one.of_rank(size, context) for field, one in shared.items()}
-    return replace(config, context_ranks=context, **own)
+    divided: ModelConfig = family.divided(config, {name: one.of_rank(size, context) for name, one in shared.items()}, context)
+    return divided
 
 
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:

@@ -6,6 +6,7 @@ from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     DenseConfig,
     check_activation,
+    dense_config,
     dense_family,
     gguf_fields,
     interleaved_qk,
@@ -28,7 +29,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     if reader.flag("use_sliding_window", False):
         types = read_layer_types(reader, fields["num_layers"], lambda layer: not rotates[layer])
         fields |= {"windows": layer_windows(reader, types), "gives_back": True}
-    return DenseConfig(**fields, rope=rope, ropes=tuple(rope if there else None for there in rotates))
+    return dense_config(fields | {"ropes": [rope if there else None for there in rotates]})
 
 
 def _rotates(reader: ConfigReader, layers: int) -> list[bool]:

@@ -39,10 +39,11 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.gpu_size import captured_tokens
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
-from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
+from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
+from octavo.worker.kernel_shapes import kernel_shapes
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore, clear_null_block
 from octavo.worker.machine import num_cpus, num_threads
 from octavo.worker.memory import out_of_memory_explained

@@ -25,9 +25,9 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.child import die_with
-from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, Fp8Shape, KernelShapes, PackedShape
-from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
+from octavo.worker.kernel_calls import KernelCalls, kernel_keys
+from octavo.worker.kernel_shapes import from_json
 
 SLOW = (  # slowest first
     "prefill_hopper", "prefill", "draw_fallback", "packed_gemm", "packed_gemv", "settle", "packed_small_gemm", "merge_gemv", "fused_decode",
@@ -127,18 +127,6 @@ def say(results: int, *words: str) -> None:
     os.write(results, " ".join(" ".join(words).split()).encode() + b"\n")
 
 
-LISTED: dict[str, Any] = {"packed": PackedShape, "fp8": Fp8Shape, "attentions": AttentionShape}
-
-
-def read_wanted(line: str) -> Wanted:
-    words = json.loads(line)
-    shapes = words.pop("shapes")
-    listed: Any = {name: tuple(kind(*one) for one in shapes.pop(name)) for name, kind in LISTED.items()}
-    experts = shapes.pop("experts")
-    found = KernelShapes(**shapes, **listed, experts=experts and ExpertShape(**experts))
-    return Wanted(found, **words)
-
-
 def main(parent: int) -> None:
     die_with(parent)
     results = os.dup(sys.stdout.fileno())
@@ -148,7 +136,7 @@ def main(parent: int) -> None:
     triton_key()  # hashes all of Triton: once, before children are forked
     line = sys.stdin.readline()
     if line and not knobs.runtime.interpret:
-        wanted = read_wanted(line)
+        wanted: Wanted = from_json(Wanted, json.loads(line))
         jobs, troubles = find_jobs(wanted)
         for why in troubles:
             say(results, FAILED, "call", why[:MOST_LETTERS])

@@ -15,20 +15,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from octavo.attention.spec import AttentionSpec
 from octavo.child import command
-from octavo.kernels.kernel_shapes import AttentionShape, ExpertShape, Fp8Shape, KernelShapes, PackedShape
 from octavo.log import Stopwatch, logger
-from octavo.policy.description import Experts, LayerShape, ModelDescription
-from octavo.policy.model_size import Codes, Kept
+from octavo.worker.kernel_shapes import KernelShapes
 
 DRIVER = "driver"  # the part of Triton that launches kernels
-EXPERTS = "experts_"  # prefix of the names of expert matrices
 SEEN, DONE, FAILED = "all", "done", "failed"  # first word of a line from the compile process
 
 
@@ -43,69 +39,6 @@ class Wanted:
     layout: Literal["nhd", "hnd"]  # of the KV cache
     capability: int  # 90 for 9.0
     processes: int
-
-
-def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | None:
-    """Returns the kernels to compile for this model, or None if its layers use kernels of another kind. `kept`: its matrices"""
-    mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
-    layer, alike = model.layers[0], {replace(mixer, window=None, rope=None) for mixer in mixers}
-    if len(mixers) != len(model.kinds) or len(alike) != 1 or any(_differs(other, layer) for other in model.kinds):
-        return None
-    if layer.mlp.activation == "gelu":
-        return None
-    codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
-    packed = {
-        PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated, *_table(form))
-        for one, form in codes
-        if not form.fp8_span
-    }
-    fp8 = {Fp8Shape(one.rows, one.columns, form.fp8_span, one.bias) for one, form in codes if form.fp8_span}
-    spec = mixers[0]
-    return KernelShapes(
-        vocab=model.vocab_size,
-        hidden=model.hidden_size,
-        inner=layer.mlp.inner,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        attention_scale=spec.scale,
-        norm_eps=layer.norm.eps,
-        qkv_bias=any(matrix.bias for matrix in model.matrices if matrix.name == "qkv"),
-        qk_norm=spec.qk_norm,
-        attentions=tuple({(one.window is None, one.rotated): one for one in map(_attention, mixers)}.values()),
-        packed=tuple(sorted(packed)),
-        fp8=tuple(sorted(fp8)),
-        gate=layer.mlp.activation,
-        norms=layer.norms,
-        wide_norms=any(vector.wide for vector in model.vectors),
-        residual_scale=layer.residual_scale,
-        logit_scale=model.logit_scale,
-        logit_cap=model.logit_cap,
-        experts=None if layer.mlp.experts is None else _experts(layer.mlp.experts, model, kept),
-    )
-
-
-def _differs(layer: LayerShape, first: LayerShape) -> bool:
-    """Whether a layer calls kernels of another kind, or other ones than the first layer."""
-    own, other = (replace(one, mixer=first.mixer) for one in (layer, first))
-    return own != other or layer.parallel or layer.norm.kind != "rms"
-
-
-def _attention(spec: AttentionSpec) -> AttentionShape:
-    rotated = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
-    return AttentionShape(spec.window, 0 if spec.rope is None else rotated, spec.soft_cap, spec.sinks)
-
-
-def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> ExpertShape:
-    form = next((one.codes for one in kept if one.codes and one.matrix.name.startswith(EXPERTS)), None)
-    bias = any(matrix.bias for matrix in model.matrices if matrix.name.startswith(EXPERTS))
-    codes = (0, 0) if form is None else (form.bits, form.group, *_table(form))
-    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes)
-
-
-def _table(form: Codes) -> tuple[bool, bool]:
-    """Returns whether there is a table, and whether it is that of MXFP4."""
-    return bool(form.table), form.table == "FP4"
 
 
 def variant(function: Any, key: str) -> str:
@@ -185,7 +118,7 @@ class Compilers:
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import triton_key
 
-        from octavo.kernels.triton.precompile import kernel_keys
+        from octavo.worker.kernel_calls import kernel_keys
 
         decides = [self._asked, sys.version, triton_key(), str(sorted(get_cache_invalidating_env_vars().items())), *kernel_keys()]
         return Path(knobs.cache.dir) / f"octavo-{hashlib.sha256(' '.join(decides).encode()).hexdigest()}"

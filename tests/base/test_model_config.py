@@ -8,6 +8,7 @@ import pytest
 from octavo.errors import LoadError
 from octavo.model_config import RopeConfig
 from octavo.models.registry import FAMILIES, read_config
+from tests.support.layer_fields import of_layers
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -75,12 +76,12 @@ def test_a_value_no_model_can_have_is_refused_by_file_and_key(changes: dict[str,
     ],
 )
 def test_windows_are_told_layer_by_layer(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert read(**changes).windows == windows
+    assert of_layers(read(**changes), "window") == windows
 
 
 def test_families_differ_in_biases_and_norms() -> None:
     seen = {
-        name: (config.qkv_bias, config.output_bias, config.qk_norm)
+        name: (config.qkv_bias, config.output_bias, config.attention().qk_norm)
         for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
         for config in [read(architectures=[name], attention_bias=True)]
     }
@@ -97,15 +98,15 @@ def test_rope_is_read_in_its_old_and_its_new_words() -> None:
     wanted = RopeConfig(
         kind="llama3", theta=5e5, factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position=128
     )  # fmt: skip
-    assert read(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}).rope == wanted
-    assert read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}).rope == wanted
-    assert read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}).rope == wanted
-    assert read(rope_scaling=None).rope == RopeConfig(original_max_position=512)
+    assert read(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling}).attention().rope == wanted
+    assert read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}).attention().rope == wanted
+    assert read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}).attention().rope == wanted
+    assert read(rope_scaling=None).attention().rope == RopeConfig(original_max_position=512)
 
 
 def test_what_may_be_absent_has_a_meaning() -> None:
     config = read(num_key_value_heads="absent", head_dim="absent", max_position_embeddings="absent", rms_norm_eps="absent")
-    assert (config.num_kv_heads, config.head_dim, config.max_position, config.norm.eps) == (4, 16, 2048, 1e-6)
+    assert (config.attention().num_kv_heads, config.attention().head_dim, config.max_position, config.norm.eps) == (4, 16, 2048, 1e-6)
     assert (config.eos_token_ids, config.bos_token_id, config.dtype, config.tie_embeddings) == ((), None, None, False)
     full = read(eos_token_id=[2, 3], bos_token_id=1, torch_dtype="bfloat16", tie_word_embeddings=True)
     assert (full.eos_token_ids, full.bos_token_id, full.dtype, full.tie_embeddings) == ((2, 3), 1, "bfloat16", True)

@@ -94,11 +94,12 @@ def in_floats(path: Path, quantization: Quantization, folder: Path) -> Path:
     kept = {part for one in model_shape(str(path)).kept("float32", quantization, "cuda") if one.codes for part in one.matrix.parts}
     packed = {name: stored.packed(name) if name in kept else None for name in stored.names()}
     floats = {name: stored.read(name) if codes is None else codes.dequantize() for name, codes in packed.items()}
+    spec = config.attention()
     shape = {
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.layers[0].mlp.inner, "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads, "num_hidden_layers": config.num_layers, "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm.eps, "tie_word_embeddings": config.tie_embeddings, "max_position_embeddings": config.max_position,
-        "head_dim": config.head_dim, "rope_theta": config.rope.theta,
+        "head_dim": spec.head_dim, "rope_theta": spec.rope.theta,
     }  # fmt: skip
     weights = {name: weight.float() for name, weight in floats.items()}
     return write_model(folder, {"architectures": [config.architecture], **shape}, weights)
@@ -121,7 +122,7 @@ def test_codes_say_what_their_floats_say_and_take_what_was_planned(tmp_path: Pat
     needs = model_shape(str(path)).needs("float32", form.quantization, device="cuda")
     assert model.nbytes == needs.weights and needs.keeps_codes
     assert (model.nbytes < 0.8 * floats.nbytes) == (form.quantization != "none")
-    assert {layer.few_rows for layer in model.layers} == {floats.layers[0].few_rows} != {0}  # of the fused kernels
+    assert {layer.small_batch.rows for layer in model.layers} == {floats.layers[0].small_batch.rows} != {0}  # of the fused kernels
     expected = [f"Some matrices are kept as float32, not quantised: {form.floats}"] if form.floats else []
     assert heads(said) == (expected if name != "int8 of codes" else ["The weights are quantised already and are quantised again"])
 

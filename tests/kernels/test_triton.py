@@ -67,7 +67,7 @@ def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
 
 def test_launches_do_not_compare_constants_and_names_stay() -> None:
     code = """
-from octavo.kernels.triton.precompile import kernel_keys
+from octavo.worker.kernel_calls import kernel_keys
 from octavo.kernels.triton.sampling.draw import gather
 gather.cache_key
 print(len(gather.used_global_vals) > 9, kernel_keys() == kernel_keys(), len(gather.used_global_vals))

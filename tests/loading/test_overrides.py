@@ -30,7 +30,8 @@ def overridden(model: str, overrides: dict[str, Any] | None) -> ModelConfig:
 def test_values_replace_those_of_the_file(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {**CONFIG, "rope_theta": 5000.0, "max_position_embeddings": 512})
     config = overridden(folder, {"rope_scaling": YARN, "max_position_embeddings": 2048})
-    assert (config.rope.kind, config.rope.factor, config.rope.theta, config.max_position) == ("yarn", 4.0, 5000.0, 2048)
+    rope = config.attention().rope
+    assert (rope.kind, rope.factor, rope.theta, config.max_position) == ("yarn", 4.0, 5000.0, 2048)
     assert overridden(folder, None) == overridden(folder, {}) == load_model_config(source_of(EngineConfig(model=folder)))
     assert model_shape(folder, overrides={"max_position_embeddings": 64}).config.max_position == 64
     assert model_shape(f"{folder}/config.json", overrides={"vocab_size": 640}).config.vocab_size == 640
@@ -39,12 +40,12 @@ def test_values_replace_those_of_the_file(tmp_path: Path) -> None:
 def test_both_names_of_a_rotation_mean_the_same(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {**CONFIG, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7000.0}})
     for name in ("rope_scaling", "rope_parameters"):
-        rope = overridden(folder, {name: {**YARN, "rope_theta": 7000.0} if name == "rope_parameters" else YARN}).rope
+        rope = overridden(folder, {name: {**YARN, "rope_theta": 7000.0} if name == "rope_parameters" else YARN}).attention().rope
         assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 7000.0)
 
 
 def test_a_gguf_file_is_overridden_under_the_names_of_a_config_json() -> None:
-    assert overridden(None, {"rope_theta": 5.0}).rope.theta == 5.0  # type: ignore[arg-type]
+    assert overridden(None, {"rope_theta": 5.0}).attention().rope.theta == 5.0  # type: ignore[arg-type]
 
 
 # promise: hf-overrides

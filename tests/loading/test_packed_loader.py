@@ -64,7 +64,7 @@ def packed_model(config: ModelConfig, stored: Checkpoint, dtype: torch.dtype) ->
 
 
 def logits(model: Decoder, config: ModelConfig, dtype: torch.dtype) -> dict[int, Tensor]:
-    pool = Pool(config.num_layers, config.num_kv_heads, config.head_dim, max_len=64, dtype=dtype)
+    pool = Pool(config.num_layers, config.attention().num_kv_heads, config.attention().head_dim, max_len=64, dtype=dtype)
     texts = [[(7 * row + 3 * i * i) % 300 for i in range(20)] for row in range(2)]
     steps = [{0: texts[0][:18]}, {0: texts[0][18:19], 1: texts[1][:19]}, {0: texts[0][19:], 1: texts[1][19:]}]
     return run_steps(model, BACKEND, pool, steps)

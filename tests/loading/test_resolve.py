@@ -42,8 +42,8 @@ def test_no_model_means_the_default_one() -> None:
     assert (source.kind, source.name, source.path.suffix) == ("gguf", "SmolLM2-135M-Instruct", ".gguf")
     assert source.gguf is source.gguf  # parsed once
     config = load_model_config(source)
-    assert (config.architecture, config.num_layers, config.head_dim, config.vocab_size) == ("LlamaForCausalLM", 30, 64, 49152)
-    assert config.tie_embeddings and config.rope.theta == 100000 and config.eos_token_ids == (2,) and config.bos_token_id == 1
+    assert (config.architecture, config.num_layers, config.attention().head_dim, config.vocab_size) == ("LlamaForCausalLM", 30, 64, 49152)
+    assert config.tie_embeddings and config.attention().rope.theta == 100000 and config.eos_token_ids == (2,) and config.bos_token_id == 1
     assert len(open_checkpoint(source).names()) == 272
 
 
@@ -198,13 +198,14 @@ def test_metadata_becomes_a_config() -> None:
         llama__rope__freq_base=5e5, llama__attention__key_length=32, llama__attention__value_length=32, llama__rope__dimension_count=32,
         tokenizer__ggml__eot_token_id=9, tokenizer__ggml__eom_token_id=8,
     )  # fmt: skip
-    assert (config.num_kv_heads, config.head_dim, config.vocab_size, config.tie_embeddings) == (4, 32, 320, True)
-    assert (config.rope.kind, config.rope.factor, config.rope.original_max_position, config.rope.theta) == ("yarn", 4.0, 128, 5e5)
+    spec = config.attention()
+    assert (spec.num_kv_heads, spec.head_dim, config.vocab_size, config.tie_embeddings) == (4, 32, 320, True)
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.original_max_position, spec.rope.theta) == ("yarn", 4.0, 128, 5e5)
     assert config.eos_token_ids == (2, 9, 8) and config.bos_token_id is None
-    assert gguf_config().head_dim == 16 and gguf_config().rope.kind == "default"
-    assert gguf_config(llama__rope__dimension_count=32).head_dim == 32
-    linear = gguf_config(llama__rope__scaling__type="linear", llama__rope__scaling__factor=2.0).rope
-    assert linear == gguf_config(llama__rope__scale_linear=2.0).rope and (linear.kind, linear.factor) == ("linear", 2.0)
+    assert gguf_config().attention().head_dim == 16 and gguf_config().attention().rope.kind == "default"
+    assert gguf_config(llama__rope__dimension_count=32).attention().head_dim == 32
+    linear = gguf_config(llama__rope__scaling__type="linear", llama__rope__scaling__factor=2.0).attention().rope
+    assert linear == gguf_config(llama__rope__scale_linear=2.0).attention().rope and (linear.kind, linear.factor) == ("linear", 2.0)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def packed_model(config: ModelConfig, stored: Checkpoint, comm: Comm) -> Decoder
 
 def logits(model: Decoder) -> Tensor:
     config: Any = model.config
-    rows = run_steps(model, BACKEND, Pool(config.num_layers, config.num_kv_heads, config.head_dim, max_len=64), STEPS)
+    spec = config.attention()
+    rows = run_steps(model, BACKEND, Pool(config.num_layers, spec.num_kv_heads, spec.head_dim, max_len=64), STEPS)
     return torch.cat([rows[0], rows[1]])
 
 

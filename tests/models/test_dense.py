@@ -1,6 +1,5 @@
 """Tiny random Llama, Qwen2 and Qwen3 against `transformers`, run as an engine would: several rows, chunks, decode."""
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ from octavo.models.registry import build_model, cache_specs, describe, read_conf
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.policy.model_size import weight_bytes
 from tests.support.batches import DictCheckpoint, Pool, run_steps
+from tests.support.layer_fields import changed
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -84,7 +84,7 @@ def ours(config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str =
 
 
 def new_pool(config: ModelConfig) -> Pool:
-    return Pool(config.num_layers, config.num_kv_heads, config.head_dim, max_len=96)
+    return Pool(config.num_layers, config.attention().num_kv_heads, config.attention().head_dim, max_len=96)
 
 
 def prompts() -> dict[int, list[int]]:
@@ -121,8 +121,8 @@ def small_config(**fields: Any) -> ModelConfig:
 
 
 def complete_weights(config: ModelConfig) -> dict[str, Tensor]:
-    hidden, size = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, size = config.hidden_size, config.layers[0].mlp.inner
+    q_size, kv_size = config.attention().q_size, config.attention().kv_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     for layer in range(config.num_layers):
         shapes |= {
@@ -203,9 +203,9 @@ def test_weight_bytes_counts_what_the_model_holds(case: str) -> None:
 
 
 def test_cache_specs_describe_one_token_of_each_layer() -> None:
-    config = replace(small_config(), windows=(None, 7, None))
+    config = changed(small_config(), windows=(None, 7, None))
     token = Buffer((2, 8), "bfloat16")
-    expected = [LayerCacheSpec(layer, {"k": token, "v": token}, window) for layer, window in enumerate(config.windows)]
+    expected = [LayerCacheSpec(layer, {"k": token, "v": token}, window) for layer, window in enumerate((None, 7, None))]
     assert cache_specs(config, "bfloat16") == expected
     codes, scale = Buffer((2, 8), "int8"), Buffer((2,), "float32")
     buffers = {"k": codes, "v": codes, "k_scale": scale, "v_scale": scale}

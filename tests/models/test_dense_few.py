@@ -16,6 +16,7 @@ from octavo.models.registry import read_config
 from octavo.quant.packed import quantize
 from octavo.quant.schemes import Packed
 from tests.support.batches import Pool
+from tests.support.layer_fields import changed
 
 RAW = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -27,7 +28,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 
 def model_of(family: str, difference: dict[str, Any] | None = None, **fields: object) -> DenseModel:
     """`difference`: fields of the config as it was read that are changed"""
     config = read_config({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
-    config = replace(config, **difference or {})
+    config = changed(config, **difference or {})
     model = DenseModel(config, torch.float32, load_backend("triton"), NullComm(), 96)
     torch.manual_seed(4)
     for parameter in model.parameters():
@@ -55,7 +56,7 @@ def test_a_decode_step_gives_the_hidden_states_and_caches_of_forward(family: str
     "difference",
     [
         {"norms": "both"}, {"norms": "after"}, {"wide_norms": True}, {"residual_scale": 0.5}, {"activation": "geglu"}, {"soft_cap": 3.0},
-        {"rotary_dim": 8}, {"ropes": (None,) * 3},
+        {"rotary_dim": 8}, {"rope": None},
     ],
     ids=str,
 )  # fmt: skip
@@ -113,7 +114,7 @@ def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:
 )
 def test_a_layer_with_something_that_they_lack_is_not_theirs(difference: dict[str, object]) -> None:
     plain = read_config({**RAW, "architectures": ["LlamaForCausalLM"]}, "test")
-    for config, theirs in ((plain, True), (replace(plain, **difference), False)):
+    for config, theirs in ((plain, True), (changed(plain, **difference), False)):
         with torch.device("meta"):
-            model = DenseModel(config, torch.bfloat16, load_backend("triton"), NullComm(), 96)  # type: ignore[arg-type]
+            model = DenseModel(config, torch.bfloat16, load_backend("triton"), NullComm(), 96)
         assert [layer.small_batch.rows > 0 for layer in model.layers] == [theirs] * 3

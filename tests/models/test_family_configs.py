@@ -11,6 +11,7 @@ from octavo.models.registry import describe, rank_config, rank_parts, read_confi
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import blocks_for, one_group, token_bytes
 from octavo.policy.split import Part
+from tests.support.layer_fields import of_layers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -67,25 +68,27 @@ def test_what_a_family_cannot_compute_is_refused_by_its_key(architecture: str, c
 
 def test_what_published_files_leave_out_has_its_familys_meaning() -> None:
     gemma: Any = read_config(GEMMA3_4B, "m/config.json")
-    assert (gemma.vocab_size, gemma.num_heads, gemma.num_kv_heads, gemma.head_dim, gemma.max_position) == (262208, 8, 4, 256, 131072)
+    spec, ropes = gemma.attention(), of_layers(gemma, "rope")
+    assert (gemma.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, gemma.max_position) == (262208, 8, 4, 256, 131072)
     assert gemma.tie_embeddings and gemma.eos_token_ids == (1, 106) and gemma.dtype == "bfloat16"
-    assert gemma.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34)) and gemma.gives_back
-    assert {(rope.kind, rope.theta, rope.factor) for rope in gemma.ropes} == {("linear", 1e6, 8.0), ("default", 1e4, 1.0)}
-    assert gemma.rope_of(5).kind == "linear" and gemma.rope_of(4).theta == 1e4
-    assert (gemma.attention_scale, gemma.embedding_scale, gemma.soft_cap, gemma.logit_cap) == (256**-0.5, 2560**0.5, None, None)
+    assert of_layers(gemma, "window") == tuple(None if layer % 6 == 5 else 1024 for layer in range(34)) and gemma.gives_back
+    assert {(rope.kind, rope.theta, rope.factor) for rope in ropes} == {("linear", 1e6, 8.0), ("default", 1e4, 1.0)}
+    assert ropes[5].kind == "linear" and ropes[4].theta == 1e4
+    assert (spec.scale, gemma.embedding_scale, spec.soft_cap, gemma.logit_cap) == (256**-0.5, 2560**0.5, None, None)
     gemma2 = read("Gemma2ForCausalLM")
-    assert (gemma2.soft_cap, gemma2.logit_cap, gemma2.head_dim, gemma2.tie_embeddings) == (50.0, 30.0, 256, True)
-    assert read("Gemma2ForCausalLM", sliding_window=64).windows == (64, None, 64, None)
-    assert read("SmolLM3ForCausalLM").ropes[2:] == (read("SmolLM3ForCausalLM").rope, None)
-    assert read("SmolLM3ForCausalLM").rope.theta == 2e6
-    assert read("MistralForCausalLM", max_position_embeddings=32768).windows == (4096,) * 4
-    assert read("MistralForCausalLM", max_position_embeddings=32768, sliding_window=None).windows == (None,) * 4
-    assert read("MistralForCausalLM", sliding_window=512).windows == (None,) * 4, "no sequence leaves it"
+    assert (gemma2.attention().soft_cap, gemma2.logit_cap, gemma2.attention().head_dim, gemma2.tie_embeddings) == (50.0, 30.0, 256, True)
+    assert of_layers(read("Gemma2ForCausalLM", sliding_window=64), "window") == (64, None, 64, None)
+    assert [rope and rope.theta for rope in of_layers(read("SmolLM3ForCausalLM"), "rope")] == [2e6, 2e6, 2e6, None]
+    for fields, window in (
+        ({"max_position_embeddings": 32768}, 4096), ({"max_position_embeddings": 32768, "sliding_window": None}, None),
+        ({"sliding_window": 512}, None),  # no sequence leaves it
+    ):  # fmt: skip
+        assert of_layers(read("MistralForCausalLM", **fields), "window") == (window,) * 4
     six = {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
-    phi = read("Phi3ForCausalLM", partial_rotary_factor=0.75, rope_scaling=LONGROPE | six)
+    phi = read("Phi3ForCausalLM", partial_rotary_factor=0.75, rope_scaling=LONGROPE | six).attention()
     assert (phi.rotary_dim, phi.rope.factor, phi.rope.original_max_position) == (12, 8.0, 64)
-    assert read("Phi3ForCausalLM", rope_scaling={**LONGROPE, "rope_type": "su"}).rope.kind == "longrope", "the name of the first files"
-    assert read("Phi3ForCausalLM", rope_scaling=LONGROPE).rotary_dim is None
+    assert read("Phi3ForCausalLM", rope_scaling={**LONGROPE, "rope_type": "su"}).attention().rope.kind == "longrope"  # in the first files
+    assert read("Phi3ForCausalLM", rope_scaling=LONGROPE).attention().rotary_dim is None
 
 
 def test_merged_weights_are_split_in_runs_of_rows_and_a_norm_over_all_heads_is_not_split() -> None:
@@ -179,7 +182,7 @@ def test_what_a_gguf_file_asks_for_in_vain_is_refused_by_its_key(
 def test_factors_of_a_gguf_file_become_a_rotation() -> None:
     def rope(architecture: str, factors: dict[str, list[float]], **changes: Any) -> Any:
         keys = keys_of(architecture, **changes)
-        return read_config(config_dict(keys, tensors_of(*factors), "m.gguf", factors), "m.gguf").rope  # type: ignore[attr-defined]
+        return read_config(config_dict(keys, tensors_of(*factors), "m.gguf", factors), "m.gguf").attention().rope  # type: ignore[attr-defined]
 
     single = rope("llama", {SINGLE: [1.0] * 4 + [8.0] * 4})
     assert (single.kind, single.factors, single.long_factors, single.attention_factor) == ("longrope", *[(1.0,) * 4 + (8.0,) * 4] * 2, 1.0)
@@ -194,7 +197,7 @@ def test_factors_of_a_gguf_file_become_a_rotation() -> None:
 def test_the_largest_gemma_of_a_file_scales_its_scores_by_what_the_file_does_not_say() -> None:
     def scale(architecture: str, layers: int) -> float:
         keys = keys_of(architecture, **{"block_count": layers, "attention.key_length": 32, "attention.value_length": 32})
-        return read_config(config_dict(keys, tensors_of(), "m.gguf"), "m.gguf").attention_scale  # type: ignore[attr-defined, no-any-return]
+        return read_config(config_dict(keys, tensors_of(), "m.gguf"), "m.gguf").attention().scale  # type: ignore[attr-defined, no-any-return]
 
     assert scale("gemma2", 42) == 32**-0.5 and scale("gemma2", 46) == 16**-0.5 and scale("gemma3", 62) == 16**-0.5
 

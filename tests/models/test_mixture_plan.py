@@ -92,7 +92,7 @@ def test_matrices_of_a_mixture_are_named_after_what_they_are(tmp_path: Path) -> 
 def test_some_layers_have_a_plain_mlp() -> None:
     raw = QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 6}
     config = read_qwen(ConfigReader(raw, "test"), "Qwen3MoeForCausalLM")
-    assert config.mixed == (False, True, False, False, False, True)
+    assert [layer.mlp.experts is not None for layer in config.layers] == [False, True, False, False, False, True]
     assert [matrix.name for matrix in describe(config).matrices if matrix.layer == 0] == ["qkv", "output", "gate_up", "down"]
 
 

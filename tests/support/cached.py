@@ -13,8 +13,8 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
 from octavo.worker.compile_process import NoGPU, read_wanted
+from octavo.worker.kernel_calls import KernelCalls, kernel_keys
 
 
 def call_fewer() -> None:

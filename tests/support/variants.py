@@ -30,16 +30,17 @@ from octavo.layers.comm import NullComm
 from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
-from octavo.models.dense_family import DenseConfig
+from octavo.models.dense_family import DenseConfig, dense_config
 from octavo.models.registry import build_model, cache_specs, describe
 from octavo.policy.description import NormShape
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compile_process import NoGPU, find_jobs
-from octavo.worker.compilers import DRIVER, Wanted, kernel_shapes, variant
+from octavo.worker.compilers import DRIVER, Wanted, variant
 from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
+from octavo.worker.kernel_shapes import kernel_shapes
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
@@ -48,18 +49,34 @@ from octavo.worker.step_sharing import StepTeams
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
-QWEN3 = DenseConfig(
-    architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, max_position=LENGTH, norm=NormShape(1e-6), rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
-    mlp_bias=False, qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
-)  # fmt: skip
+QWEN3: dict[str, Any] = {
+    "architecture": "Qwen3ForCausalLM", "vocab_size": 1000, "hidden_size": 64, "inner": 128, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 64, "max_position": LENGTH, "norm": NormShape(1e-6), "rope": RopeConfig(), "tie_embeddings": True,
+    "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": "heads", "dtype": "bfloat16", "eos_token_ids": (),
+    "bos_token_id": None,
+}  # fmt: skip
+QWEN2 = {"architecture": "Qwen2ForCausalLM", "qk_norm": None, "qkv_bias": True, "windows": (None, 64)}
+LLAMA = {"architecture": "LlamaForCausalLM", "qk_norm": None, "head_dim": 48, "tie_embeddings": False}
+COHERE2 = {
+    "architecture": "Cohere2ForCausalLM", "norm": NormShape(1e-5, "layer"), "parallel": True, "windows": (64, None),
+    "ropes": (RopeConfig(), None), "qk_norm": None, "logit_scale": 0.25,
+}  # fmt: skip
+BLOOM = {
+    "architecture": "BloomForCausalLM", "norm": NormShape(1e-5, "layer", bias=True), "normed_embedding": True, "num_kv_heads": 4,
+    "rope": None, "alibi": True, "qk_norm": None, "activation": "gelu", "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+}  # fmt: skip
 MODELS = [
-    (QWEN3, "bfloat16", ""),
-    (replace(QWEN3, hidden_size=1024, qkv_bias=True), "bfloat16", "codes"),
-    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=None, qkv_bias=True, windows=(None, 64)), "float16", ""),
-    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=None, head_dim=48, tie_embeddings=False), "float32", ""),
-    (replace(QWEN3, hidden_size=512, intermediate_size=1024), "bfloat16", "fp8 blocks"),
-    (replace(QWEN3, qkv_bias=True), "bfloat16", "fp8 rows"),
+    (dense_config(QWEN3 | fields), dtype, form)
+    for fields, dtype, form in (
+        ({}, "bfloat16", ""),
+        ({"hidden_size": 1024, "qkv_bias": True}, "bfloat16", "codes"),
+        (QWEN2, "float16", ""),
+        (LLAMA, "float32", ""),
+        ({"hidden_size": 512, "inner": 1024}, "bfloat16", "fp8 blocks"),
+        ({"qkv_bias": True}, "bfloat16", "fp8 rows"),
+        (COHERE2, "bfloat16", ""),
+        (BLOOM, "bfloat16", ""),
+    )
 ]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -106,11 +123,11 @@ class ZeroWeights:
     """Stands for a checkpoint whose layers have nothing but zeros, as codes or as 8-bit floats; the rest is floats."""
 
     def __init__(self, config: DenseConfig, form: str) -> None:
-        heads, kv_heads, inner, self.config = config.num_heads, config.num_kv_heads, config.intermediate_size, config
+        spec, inner, self.config = config.attention(), config.layers[0].mlp.inner, config
         self.form = form
         self.shapes = {
-            "qkv": ((heads + 2 * kv_heads) * config.head_dim, config.hidden_size), "gate_up": (2 * inner, config.hidden_size),
-            "output": (config.hidden_size, heads * config.head_dim), "down": (config.hidden_size, inner),
+            "qkv": (spec.q_size + 2 * spec.kv_size, config.hidden_size), "gate_up": (2 * inner, config.hidden_size),
+            "output": (config.hidden_size, spec.q_size), "down": (config.hidden_size, inner),
         }  # fmt: skip
 
     def kept(self) -> dict[str, tuple[Any, ...]]:

@@ -12,24 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from octavo.model_config import RopeConfig
-from octavo.models.dense_family import DenseConfig
-from octavo.models.registry import describe
-from octavo.policy.description import NormShape
+from octavo.models.family import FAMILIES
+from octavo.models.registry import describe, read_config
 from octavo.worker import compilers, device
-from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
+from octavo.worker.compilers import Compilers, Wanted
+from octavo.worker.kernel_shapes import from_json, kernel_shapes
 from tests.support.no_cuda import build_no_cuda
 
-MODEL = DenseConfig(
-    architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, max_position=64, norm=NormShape(1e-6), rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
-    mlp_bias=False,
-    qk_norm="heads", windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
-)  # fmt: skip
+RAW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODEL = read_config({"architectures": ["Qwen3ForCausalLM"], **RAW, "vocab_size": 1000, "head_dim": 64}, "a test")
 SHAPES = kernel_shapes(describe(MODEL), kept=[])
 assert SHAPES is not None
 WANTED = Wanted(SHAPES, "bfloat16", block_size=16, max_len=64, layout="nhd", capability=90, processes=2)
 SLEEPS = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_is_wanted_reaches_the_other_process_whole(architecture: str) -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    raw = {"architectures": [architecture], **RAW, **moe, "text_config": RAW}
+    shapes = kernel_shapes(describe(read_config(raw, "a test")), kept=[])
+    wanted = Wanted(shapes, "bfloat16", block_size=16, max_len=64, layout="nhd", capability=90, processes=2) if shapes else WANTED
+    assert from_json(Wanted, json.loads(json.dumps(asdict(wanted)))) == wanted
 
 
 def started(monkeypatch: pytest.MonkeyPatch, program: str) -> Compilers:

@@ -115,10 +115,10 @@ def test_groups_meet_apart_from_each_other_and_name_who_is_missing() -> None:
 def test_a_group_has_the_same_heads_of_k_and_v_and_shares_those_of_q() -> None:
     config = read_config(raw_config("Llama", num_attention_heads=8, num_key_value_heads=4, vocab_size=96), "test")
     own: Any = rank_config(config, 4, 2)
-    assert (own.num_heads, own.num_kv_heads, own.context_ranks) == (2, 2, 2)
+    assert (own.attention().num_heads, own.attention().num_kv_heads, own.attention().context_ranks) == (2, 2, 2)
     q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
     rows = [(parts[q].rows, parts[k].rows) for rank in range(4) if (parts := rank_parts(config, 4, rank, 2))]
-    dim = own.head_dim
+    dim = own.attention().head_dim
     assert [part for part, _ in rows] == [range(2 * dim * rank, 2 * dim * (rank + 1)) for rank in range(4)]
     assert [part for _, part in rows] == [range(2 * dim)] * 2 + [range(2 * dim, 4 * dim)] * 2
     with pytest.raises(ConfigError, match=r"num_attention_heads 8 .*_size 6: sizes that can: 2, 4, 8$"):

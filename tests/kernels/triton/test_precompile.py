@@ -6,9 +6,9 @@ import torch
 
 from octavo.kernels.kernel_shapes import PackedShape
 from octavo.kernels.triton.packed.precompile import packed_calls
-from octavo.kernels.triton.precompile import KernelCalls
 from octavo.models.registry import describe, read_config
-from octavo.worker.compilers import kernel_shapes
+from octavo.worker.kernel_calls import KernelCalls
+from octavo.worker.kernel_shapes import kernel_shapes
 
 SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 

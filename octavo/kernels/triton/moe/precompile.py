@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
-from octavo.kernels.kernel_shapes import ExpertShape, KernelShapes
+from octavo.kernels.gates import Gate
+from octavo.kernels.kernel_shapes import ExpertShape
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.moe.rules import few_tokens, grouped_rows
@@ -15,26 +16,26 @@ from octavo.kernels.triton.moe.rules import few_tokens, grouped_rows
 MOST_TOKENS = 1 << 14
 
 
-def mixture_calls(shapes: KernelShapes, dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
-    """Returns no calls if the model has no experts."""
-    if shapes.experts is None:
-        return []
-    experts = shapes.experts
+def mixture_calls(
+    experts: ExpertShape, hidden: int, inner: int, gate: Gate, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], object]]:
     found: dict[int, int] = {}  # way of dividing -> number of tokens
     for tokens in (1, *(1 << power for power in range(MOST_TOKENS.bit_length()))):
         way = 0 if few_tokens(tokens) else grouped_rows(tokens * experts.chosen, experts.count)
         found.setdefault(way, tokens)
-    return [_call(shapes, experts, tokens, dtype, device) for tokens in found.values()]
+    return [_call(experts, hidden, inner, gate, tokens, dtype, device) for tokens in found.values()]
 
 
-def _call(shapes: KernelShapes, experts: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _call(
+    experts: ExpertShape, hidden: int, inner: int, gate: Gate, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
     def call() -> None:
-        x, logits = (torch.empty(tokens, size, dtype=dtype, device=device) for size in (shapes.hidden, experts.count))
+        x, logits = (torch.empty(tokens, size, dtype=dtype, device=device) for size in (hidden, experts.count))
         ids, weights = choose_experts(logits, experts.chosen, experts.scores, experts.normed)
-        tall, wide = experts.count * 2 * shapes.inner, experts.count * shapes.hidden
-        stacks = stack(experts, tall, shapes.hidden, dtype, device), stack(experts, wide, shapes.inner, dtype, device)
+        tall, wide = experts.count * 2 * inner, experts.count * hidden
+        stacks = stack(experts, tall, hidden, dtype, device), stack(experts, wide, inner, dtype, device)
         biases = tuple(torch.empty(rows, dtype=dtype, device=device) for rows in (tall, wide)) if experts.bias else None
-        mixture(x, ids, weights, *stacks, biases, shapes.gate)  # type: ignore[arg-type]
+        mixture(x, ids, weights, *stacks, biases, gate)  # type: ignore[arg-type]
 
     return call
 

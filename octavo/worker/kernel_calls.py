@@ -7,14 +7,16 @@ Nothing may be compiled later.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
-from octavo.kernels.kernel_shapes import AttentionShape, KernelShapes
+from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
@@ -32,12 +34,14 @@ from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import gate_and_mul
+from octavo.kernels.triton.step.activation import gate_and_mul, gelu
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
+from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import copy_words, finish, prepare
 from octavo.kernels.triton.step.write_kv import write_kv
+from octavo.worker.kernel_shapes import KernelShapes
 
 Call = Callable[[], object]
 
@@ -72,87 +76,109 @@ class KernelCalls:
     ) -> None:
         self.shapes, self.dtype, self.size, self.device, self.layout = shapes, dtype, block_size, device, layout
         self.max_len = max_len
+        self.model, self.layer, self.spec = shapes.model, shapes.layer, shapes.attentions[0]
+        activation = self.layer.mlp.activation
+        self.gate: Gate | None = None if activation == "gelu" else activation
 
     def calls(self) -> list[Call]:
-        shapes = self.shapes
-        kinds = {kind[2:]: kind for kind in shapes.attentions}.values()  # decode kernels do not depend on windows or rotation
-        calls: list[Call] = [self.attend_to(1, 1, kind) for kind in kinds]
-        calls += [self.attend_to(1, 32, kind) for kind in shapes.attentions]
-        calls += [self.attend_to(1, 1, kind, in_teams=True) for kind in shapes.attentions if kind.window is None]
-        few = (1, 2, GEMV_ROWS) if few_rows(shapes.head_dim) and shapes.qk_norm != "whole" else ()
-        calls += [self.few_rows(rows, kind) for rows in few for kind in shapes.attentions]
+        shapes, model, layer, attentions = self.shapes, self.model, self.layer, self.shapes.attentions
+        alone = {replace(spec, window=None, rope=None, rotary_dim=None): spec for spec in attentions}  # decode depends on neither
+        calls: list[Call] = [self.attend_to(1, 1, spec) for spec in alone.values()]
+        calls += [self.attend_to(1, 32, spec) for spec in attentions]
+        calls += [self.attend_to(1, 1, spec, in_teams=True) for spec in attentions if spec.window is None]
+        few = (1, 2, GEMV_ROWS) if self.has_small_batches() else ()
+        calls += [self.few_rows(rows, spec) for rows in few for spec in attentions]
         calls += [self.few_products(rows) for rows in few]
+        if shapes.experts is not None and self.gate is not None:
+            calls += mixture_calls(shapes.experts, model.hidden_size, layer.mlp.inner, self.gate, self.dtype, self.device)
         return [
             *calls,
+            *self.norms_between_products(),
             *self.between_products(),
-            lambda: sample(self.numbers(2, shapes.vocab), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
+            lambda: sample(self.numbers(2, model.vocab_size), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
             *self.behind_a_step(),
-            *packed_calls(shapes.packed, self.dtype, self.device, shapes.gate),
+            *packed_calls(shapes.packed, self.dtype, self.device, self.gate or "swiglu"),
             *fp8_calls(shapes.fp8, self.dtype, self.device),
-            *mixture_calls(shapes, self.dtype, self.device),
         ]  # fmt: skip
 
-    def between_products(self) -> list[Call]:
-        shapes, x, scale = self.shapes, self.numbers(2, self.shapes.hidden), self.scales(self.shapes.hidden)
-        eps, times = shapes.norm_eps, shapes.residual_scale
-        calls: list[Call] = [lambda: add_rms_norm(x, x, scale, eps)]  # the final norm, if there is no other
-        if times != 1 and shapes.norms == "before":
+    def has_small_batches(self) -> bool:
+        """As `models/small_batch.py`."""
+        plain = self.layer.norm.kind == "rms" and not self.layer.parallel and self.gate is not None
+        return plain and few_rows(self.spec.head_dim) > 0 and self.spec.qk_norm != "whole" and not self.spec.alibi
+
+    def norms_between_products(self) -> list[Call]:
+        hidden, norm, times = self.model.hidden_size, self.layer.norm, self.layer.residual_scale
+        x, scale, eps = self.numbers(2, hidden), self.scales(hidden), norm.eps
+        if norm.kind == "layer":
+            bias = self.scales(hidden) if norm.bias else None
+            calls: list[Call] = [lambda: add_layer_norm(x, x, scale, bias, eps)]
+            return [*calls, lambda: layer_norm(x, scale, bias, eps)] if self.model.normed_embedding else calls
+        calls = [lambda: add_rms_norm(x, x, scale, eps)]  # the final norm, if there is no other
+        if times != 1 and self.layer.norms == "before":
             calls.append(lambda: add_rms_norm(x, x, scale, eps, times))
-        if shapes.norms != "before":
+        if self.layer.norms != "before":
             calls.append(lambda: norm_add(x, x, scale, eps, times))
-        if shapes.norms == "both":
+        if self.layer.norms == "both":
             calls.append(lambda: norm_add_norm(x, x, scale, scale, eps, times))
-        if shapes.experts is None:
-            calls.append(lambda: gate_and_mul(self.numbers(2, 2 * shapes.inner), shapes.gate))
-        if shapes.logit_scale != 1 or shapes.logit_cap is not None:
-            calls.append(lambda: scale_logits(self.numbers(2, shapes.vocab), shapes.logit_scale, shapes.logit_cap))
         return calls
 
-    def attend_to(self, rows: int, queries: int, kind: AttentionShape, in_teams: bool = False) -> Call:
+    def between_products(self) -> list[Call]:
+        model, inner, gate, calls = self.model, self.layer.mlp.inner, self.gate, list[Call]()
+        if gate is None:
+            calls.append(lambda: gelu(self.numbers(2, inner)))
+        elif self.shapes.experts is None:
+            calls.append(lambda: gate_and_mul(self.numbers(2, 2 * inner), gate))
+        if model.logit_scale != 1 or model.logit_cap is not None:
+            calls.append(lambda: scale_logits(self.numbers(2, model.vocab_size), model.logit_scale, model.logit_cap))
+        return calls
+
+    def attend_to(self, rows: int, queries: int, spec: AttentionSpec, in_teams: bool = False) -> Call:
         def call() -> None:
-            shapes, tokens = self.shapes, rows * queries
-            q, _, _ = self.written(tokens, kind)
-            k, v = self.qkv(tokens).view(tokens, -1, shapes.head_dim)[:, shapes.num_heads :].chunk(2, dim=1)
+            tokens = rows * queries
+            q, _, _ = self.written(tokens, spec)
+            k, v = self.qkv(tokens).view(tokens, -1, spec.head_dim)[:, spec.num_heads :].chunk(2, dim=1)
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self.device)
             context, cache = self.words(rows) + queries, self.cache()
             teams = Teams(self.words(rows, ENTRY), self.words(1 + most_teams(rows), LINE))
             paged_attention(
-                q, cache, self.cache(), self.words(rows, 2), starts, context, shapes.attention_scale,
-                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, kind.window, fresh=(k, v), soft_cap=kind.soft_cap,
-                sinks=self.sinks(kind), shares=shares_of(starts, context, cache, None, teams=teams) if in_teams else None,
+                q, cache, self.cache(), self.words(rows, 2), starts, context, spec.scale,
+                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, spec.window, fresh=(k, v), soft_cap=spec.soft_cap,
+                sinks=self.sinks(spec), slopes=self.slopes(spec),
+                shares=shares_of(starts, context, cache, None, teams=teams) if in_teams else None,
             )  # fmt: skip
 
         return call
 
-    def few_rows(self, rows: int, kind: AttentionShape) -> Call:
+    def few_rows(self, rows: int, spec: AttentionSpec) -> Call:
         def call() -> None:
             shapes = self.shapes
             tables = self.words(rows, -(-self.max_len // self.size))
             parts = decode_attention_parts(
-                self.qkv(rows), self.norms(), *self.turns(kind), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
-                self.cache(), self.cache(), shapes.attention_scale, kind.window, kind.soft_cap, self.sinks(kind),
+                self.qkv(rows), self.norms(), *self.turns(spec), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
+                self.cache(), self.cache(), spec.scale, spec.window, spec.soft_cap, self.sinks(spec),
             )  # fmt: skip
             if shapes.packed or shapes.fp8:
                 merge_parts(*parts, self.dtype)
-            merge_linear(*parts, self.numbers(shapes.hidden, shapes.num_heads * shapes.head_dim), None)
+            merge_linear(*parts, self.numbers(self.model.hidden_size, spec.q_size), None)
 
         return call
 
     def few_products(self, rows: int) -> Call:
         def call() -> None:
-            shapes, hidden, inner, eps = self.shapes, self.shapes.hidden, self.shapes.inner, self.shapes.norm_eps
-            x, scale = self.numbers(rows, hidden), self.scales(hidden)
-            wide = (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim
+            shapes, layer, hidden, inner = self.shapes, self.layer, self.model.hidden_size, self.layer.mlp.inner
+            x, scale, eps, times = self.numbers(rows, hidden), self.scales(hidden), layer.norm.eps, layer.residual_scale
+            wide = sum(self.spec.projections.values())
             bias = self.numbers(wide) if shapes.qkv_bias else None
-            before, after = scale if shapes.norms != "after" else None, scale if shapes.norms != "before" else None
-            norm_linear(x, x, before, eps, self.matrix(wide, hidden, rows), bias, after, shapes.residual_scale)
+            before, after = scale if layer.norms != "after" else None, scale if layer.norms != "before" else None
+            norm_linear(x, x, before, eps, self.matrix(wide, hidden, rows), bias, after, times)
             if shapes.experts is not None:
                 count, bias = shapes.experts.count, self.numbers(shapes.experts.count) if shapes.experts.bias else None
-                norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, shapes.residual_scale)
+                norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, times)
                 return
-            gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, shapes.residual_scale, shapes.gate)
+            assert self.gate is not None
+            gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)
             linear(self.numbers(rows, inner), self.matrix(hidden, inner, rows), None)
 
         return call
@@ -161,13 +187,13 @@ class KernelCalls:
         layout = RowLayout(2, 4)
         words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2)
         prepare(words, layout, self.size, step)
-        states, hidden = self.numbers(2, self.shapes.num_heads * self.shapes.head_dim), self.numbers(2, self.shapes.hidden)
+        states, hidden = self.numbers(2, self.spec.q_size), self.numbers(2, self.model.hidden_size)
         finish(words, layout, step, self.places(2), states, hidden, self.words(2))
         copy_words(words.view(-1), words.view(-1), self.places(3).view(1, 3), 1)
 
     def behind_a_step(self) -> list[Call]:
         """The kernels that the device's sampler calls."""
-        logits, scores = self.numbers(1, self.shapes.vocab), torch.zeros(1, self.shapes.vocab, device=self.device)
+        logits, scores = self.numbers(1, self.model.vocab_size), torch.zeros(1, self.model.vocab_size, device=self.device)
         line, ids = self.words(1, 10), self.words(1)
         floats = line.view(torch.float32)
         draws = Draws(floats[:, 2], line[:, 3], floats[:, 4], floats[:, 5], line[:, 6:], ids)
@@ -178,34 +204,34 @@ class KernelCalls:
             lambda: edit_logits(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
         ]
 
-    def written(self, tokens: int, kind: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
+    def written(self, tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         cache = self.cache()
-        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(kind), self.places(tokens), self.places(tokens), cache, cache)
+        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(spec), self.places(tokens), self.places(tokens), cache, cache)
         return q, cache, cache
 
     def qkv(self, tokens: int) -> Tensor:
-        shapes = self.shapes
-        return self.numbers(tokens, (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim)
+        return self.numbers(tokens, sum(self.spec.projections.values()))
 
     def norms(self) -> tuple[Tensor, Tensor, float] | None:
-        shapes = self.shapes
-        heads, kv_heads = (shapes.num_heads, shapes.num_kv_heads) if shapes.qk_norm == "whole" else (1, 1)
-        weights = self.scales(heads * shapes.head_dim), self.scales(kv_heads * shapes.head_dim)
-        return (*weights, shapes.norm_eps) if shapes.qk_norm else None
+        q_size, k_size = self.spec.normed
+        return (self.scales(q_size), self.scales(k_size), self.layer.norm.eps) if self.spec.qk_norm else None
 
-    def turns(self, kind: AttentionShape) -> tuple[Tensor, Tensor]:
-        table = torch.zeros(2, kind.rotated // 2, device=self.device)
+    def turns(self, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        table = torch.zeros(2, spec.turned // 2, device=self.device)
         return table, table
 
-    def sinks(self, kind: AttentionShape) -> Tensor | None:
-        return self.numbers(self.shapes.num_heads) if kind.sinks else None
+    def sinks(self, spec: AttentionSpec) -> Tensor | None:
+        return self.numbers(spec.num_heads) if spec.sinks else None
+
+    def slopes(self, spec: AttentionSpec) -> Tensor | None:
+        return torch.zeros(spec.num_heads, device=self.device) if spec.alibi else None
 
     def scales(self, size: int) -> Tensor:
         """Returns the weight of a norm."""
         return torch.zeros(size, dtype=torch.float32 if self.shapes.wide_norms else self.dtype, device=self.device)
 
     def cache(self) -> Tensor:
-        shape = 2, self.size, self.shapes.num_kv_heads, self.shapes.head_dim
+        shape = 2, self.size, self.spec.num_kv_heads, self.spec.head_dim
         return empty_cache(self.layout, shape, self.dtype, self.device).zero_()
 
     def matrix(self, out: int, size: int, rows: int) -> Tensor | Fp8Matrix:
