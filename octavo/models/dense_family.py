@@ -74,17 +74,14 @@ def dense_config(given: Mapping[str, Any]) -> DenseConfig:
 
     Values that differ by layer are lists: `windows`, `ropes` and `mlps` (`MLPShape`), if given.
     """
-    rest = dict(given)
-    every = range(rest["num_layers"])
-    windows, ropes, mlps = (rest.pop(name, None) for name in ("windows", "ropes", "mlps"))
-    rest.setdefault("scale", rest["head_dim"] ** -0.5)
+    rest, count = {"scale": given["head_dim"] ** -0.5, **given}, given["num_layers"]
+    windows = rest.pop("windows", [None] * count)
+    ropes = rest.pop("ropes", [rest.pop("rope", None)] * count)
     attention, mlp, layer, own = (_fields_of(kind, rest) for kind in (AttentionSpec, MLPShape, LayerShape, DenseConfig))
+    mlps = rest.pop("mlps", [MLPShape(**mlp)] * count)
     assert not (unknown := rest.keys() - attention.keys() - mlp.keys() - layer.keys() - own.keys()), f"no part has {unknown}"
-    spec, plain = AttentionSpec(**attention), MLPShape(**mlp)
-    if ropes is not None:
-        assert len(ropes) == len(every)
-    specs = [replace(spec, window=windows and windows[one], rope=ropes[one] if ropes else spec.rope) for one in every]
-    return DenseConfig(**own, layers=tuple(LayerShape(specs[one], mlps[one] if mlps else plain, **layer) for one in every))
+    mixers = [AttentionSpec(**attention, window=window, rope=rope) for window, rope in zip(windows, ropes, strict=True)]
+    return DenseConfig(**own, layers=tuple(LayerShape(*parts, **layer) for parts in zip(mixers, mlps, strict=True)))
 
 
 def _fields_of(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
