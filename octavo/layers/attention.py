@@ -47,7 +47,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(k_size, norm_eps, norm_dtype or dtype)
             self.norms = QKNorm(self.q_norm.weight, self.k_norm.weight, norm_eps)
         self.sinks = empty_parameter(spec.num_heads, dtype=dtype) if spec.sinks else None  # [heads]
-        self.slopes = _slopes_of_rank(spec.num_heads, comm) if spec.alibi else None  # [heads]
+        self.slopes = slopes_of_rank(spec.num_heads, comm) if spec.alibi else None  # [heads]
         self.backend = backend(spec)
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         return mixed.flatten(1)
 
 
-def _slopes_of_rank(num_heads: int, comm: Comm) -> Tensor:
+def slopes_of_rank(num_heads: int, comm: Comm) -> Tensor:
     """Returns the slopes of ALiBi for this rank's heads. They depend on the number of heads of all ranks."""
     of_all = alibi_slopes(num_heads * comm.size)
     return torch.tensor(of_all[comm.rank * num_heads :][:num_heads], dtype=torch.float32, device=_table_device())

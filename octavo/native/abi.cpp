@@ -2,13 +2,6 @@
 #include "octavo.h"
 
 extern "C" void octavo_struct_sizes(int64_t *sizes) {
-    sizes[0] = sizeof(Matrix);
-    sizes[1] = sizeof(Mixture);
-    sizes[2] = sizeof(Layer);
-    sizes[3] = sizeof(Group);
-    sizes[4] = sizeof(Model);
-    sizes[5] = sizeof(SharedNode);
-    sizes[6] = sizeof(Step);
-    sizes[7] = sizeof(Draws);
-    sizes[8] = sizeof(Ranking);
+    const uint64_t all[] = {sizeof(Matrix), sizeof(Norm), sizeof(Mixture), sizeof(Layer), sizeof(Group), sizeof(Model), sizeof(Step), sizeof(Draws), sizeof(Ranking)};
+    for (uint64_t size : all) *sizes++ = int64_t(size);
 }

@@ -4,7 +4,7 @@
 // Heads are padded with zeros to multiples of 16 dimensions.
 //
 //     scores    each key times each query; the sums of 16 keys are folded into 16 lanes
-//     weights   online softmax: exp(score - largest so far), after the layer's cap on scores, if any
+//     weights   online softmax: exp(score - largest so far), after the layer's cap on scores or its ALiBi, if any
 //     sums      weight times value, 16 dimensions at a time
 #pragma once
 #include "products.h"
@@ -107,9 +107,40 @@ inline void load_tile(const Model &model, const Layer &layer, const int32_t *tab
     }
 }
 
-// Converts scores of one query against a tile to weights, and updates the largest score and the total. Only keys [low, high) are
-// visible, the others get weight 0. Returns the factor by which earlier sums shrink. cap: of the scaled scores, or 0
-inline float weigh(Online &state, float *scores, int64_t low, int64_t high, float scale, float cap) {
+// How a query sees a tile.
+struct Sight {
+    int64_t low, high;       // it sees keys [low, high)
+    float slope, distance;   // of ALiBi: slope * (distance + i) is added to the score of key i; slope 0: nothing is
+};
+
+inline Sight sight_of(const Layer &layer, int64_t head, int64_t position, int64_t begin, int64_t count) {
+    return {std::max<int64_t>(0, first_seen(layer, position) - begin), std::min(count, position + 1 - begin), slope_of(layer, head),
+            float(begin - position)};
+}
+
+// The keys that any of R queries sees.
+template <int R> inline void join_sights(const Sight *sight, int64_t &first, int64_t &last) {
+    first = KEYS, last = 0;
+    for (int r = 0; r < R; r++) first = std::min(first, sight[r].low), last = std::max(last, sight[r].high);
+}
+
+inline Lanes counted() {  // 0, 1, 2, ...
+    alignas(64) static const float numbers[LANE_COUNT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(numbers);
+}
+
+// Adds ALiBi to the scaled scores of a tile, in place.
+inline void add_distances(float *scores, const Sight &sight, float scale) {
+    for (int j = 0; j < KEYS; j += LANE_COUNT) {
+        const Lanes distance = counted() + broadcast(sight.distance + float(j));
+        store(multiply_add(distance, broadcast(sight.slope), load(scores + j) * scale), scores + j);
+    }
+}
+
+// Converts scores of one query against a tile to weights, and updates the largest score and the total. Keys that it does not see get
+// weight 0. Returns the factor by which earlier sums shrink. cap: of the scaled scores, or 0
+inline float weigh(Online &state, float *scores, const Sight &sight, float scale, float cap) {
+    const int64_t low = sight.low, high = sight.high;
     if (low >= high) {
         std::fill(scores, scores + KEYS, 0.0f);
         return 1.0f;
@@ -120,6 +151,10 @@ inline float weigh(Online &state, float *scores, int64_t low, int64_t high, floa
     };
     if (cap > 0) {
         for (int j = 0; j < KEYS; j += LANE_COUNT) store(capped(load(scores + j) * scale, cap), scores + j);
+        scale = 1;
+    }
+    if (sight.slope != 0) {
+        add_distances(scores, sight, scale);
         scale = 1;
     }
     fill_unseen(-INFINITY);
@@ -174,16 +209,15 @@ inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t
         for (int i = 0; i < D; i++) store(acc[r][i], sums + r * width + d + i * LANE_COUNT);
 }
 
-// R queries against a tile; query r sees keys [low[r], high[r]). q, sums: [R][width]
+// R queries against a tile. q, sums: [R][width]
 template <int R>
-void attend_tile(const FloatTile &tile, const float *q, int64_t width, const int64_t *low, const int64_t *high, float scale, float cap,
-                 Online *states, float *sums) {
+void attend_tile(const FloatTile &tile, const float *q, int64_t width, const Sight *sight, float scale, float cap, Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
     float shrink[R];
-    int64_t first = KEYS, last = 0;  // keys that any of them sees
-    for (int r = 0; r < R; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
+    int64_t first, last;
+    join_sights<R>(sight, first, last);
     for (int j = 0; j < last; j += LANE_COUNT) score_keys<R>(tile, j, q, width, scores);
-    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale, cap);
+    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], sight[r], scale, cap);
     const int D = PARTS == 1 ? 2 : 1;  // enough independent sums that none waits for the previous one
     int64_t d = 0;
     for (; d + D * LANE_COUNT <= width; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, width, scores, shrink, sums);
@@ -216,14 +250,14 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
         FloatTile tile;
         load_tile(model, layer, table, task.kv_head, begin, task.end - begin, width, memory, tile);
         for (int64_t i = 0; i < count; i += QUERIES_AT_ONCE) {
-            int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, count - i);
+            Sight sight[QUERIES_AT_ONCE];
+            const int64_t rows = std::min<int64_t>(QUERIES_AT_ONCE, count - i);
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t position = step.positions[task.token_of((i + r) / group)];
-                low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
-                high[r] = std::min(tile.count, position + 1 - begin);
+                const int64_t position = step.positions[task.token_of((i + r) / group)], head = task.kv_head * group + (i + r) % group;
+                sight[r] = sight_of(layer, head, position, begin, tile.count);
             }
-            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const int64_t *)low, (const int64_t *)high, layer.attention_scale,
-                                         layer.soft_cap, states + i, sums + i * width);
+            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const Sight *)sight, layer.attention_scale, layer.soft_cap,
+                                         states + i, sums + i * width);
         }
     }
     for (int64_t i = 0; i < count; i++) finish(layer, task, states[i], sums + i * width, i / group, i % group, out, partials);

@@ -74,13 +74,18 @@ inline void prefetch_key(const Tile &tile, int64_t i, int64_t bytes) {
 
 // Converts scores of one query against a tile to weights, and updates the largest score and the total.
 // Returns the factor by which earlier sums shrink. cap: of the scaled scores, or 0
-inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale, float cap) {
+inline float weigh512(Online &state, __m512 *scores, const Sight &sight, const Tile &tile, float scale, float cap) {
+    const int64_t low = sight.low, high = sight.high;
     __m512 largest = _mm512_set1_ps(state.largest);
     const uint64_t seen = (high >= KEYS ? ~0ull : (1ull << std::max<int64_t>(0, high)) - 1) & (low >= KEYS ? 0 : ~0ull << low);
     for (int j = 0; j < 4; j++) {
         __m512 score = _mm512_mul_ps(scores[j], _mm512_set1_ps(scale));
         if (tile.scaled) score = _mm512_mul_ps(score, _mm512_loadu_ps(tile.key_scale + 16 * j));
         if (cap > 0) score = (__m512)capped(Lanes{{(Vector)score}}, cap).part[0];
+        if (sight.slope != 0) {
+            const __m512 distance = _mm512_add_ps((__m512)counted().part[0], _mm512_set1_ps(sight.distance + float(16 * j)));
+            score = _mm512_fmadd_ps(distance, _mm512_set1_ps(sight.slope), score);
+        }
         scores[j] = _mm512_mask_blend_ps(__mmask16(seen >> 16 * j), _mm512_set1_ps(-INFINITY), score);
         largest = _mm512_max_ps(largest, scores[j]);
     }
@@ -117,8 +122,8 @@ struct Pairing {
 };
 
 // R queries against a tile. q: [R][dim] bfloat16; sums: [R][dim]
-template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const uint16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
-                                  float scale, float cap, Online *states, float *sums) {
+template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const uint16_t *q, int64_t dim, const Sight *sight, float scale,
+                                  float cap, Online *states, float *sums) {
     const int64_t next_bytes = tile.scaled ? dim : 2 * dim;
     alignas(64) float scores[R][KEYS];
     for (int j = 0; j < KEYS; j += 16) {
@@ -145,7 +150,7 @@ template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const
     for (int r = 0; r < R; r++) {
         __m512 mine[4];
         for (int j = 0; j < 4; j++) mine[j] = _mm512_load_ps(scores[r] + 16 * j);
-        shrink[r] = weigh512(states[r], mine, low[r], high[r], tile, scale, cap);
+        shrink[r] = weigh512(states[r], mine, sight[r], tile, scale, cap);
         for (int j = 0; j < 2; j++) _mm512_store_si512(weights[r] + 32 * j, (__m512i)_mm512_cvtne2ps_pbh(mine[2 * j + 1], mine[2 * j]));
     }
     const Pairing pairing;
@@ -233,20 +238,19 @@ void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step,
         if (tile.scaled) widen_tile(tile, dim, widened);
         find_tile(model, layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, next);
         for (int64_t i = 0; i < queries.count; i += 4) {
-            int64_t low[4], high[4], rows = std::min<int64_t>(4, queries.count - i);
-            for (int64_t r = 0; r < rows; r++) {
-                low[r] = std::max<int64_t>(0, queries.first[i + r] - begin);
-                high[r] = std::min(tile.count, queries.last[i + r] + 1 - begin);
-            }
+            Sight sight[4];
+            const int64_t rows = std::min<int64_t>(4, queries.count - i);
+            for (int64_t r = 0; r < rows; r++)
+                sight[r] = sight_of(layer, task.kv_head * group + (i + r) % group, queries.last[i + r], begin, tile.count);
             uint16_t *q = queries.values + i * dim;
             float *sums = queries.sums + i * dim;
             Online *states = queries.states + i;
             const float scale = layer.attention_scale, cap = layer.soft_cap;
             switch (rows) {
-                case 1: attend_tile<1>(tile, next, q, dim, low, high, scale, cap, states, sums); break;
-                case 2: attend_tile<2>(tile, next, q, dim, low, high, scale, cap, states, sums); break;
-                case 3: attend_tile<3>(tile, next, q, dim, low, high, scale, cap, states, sums); break;
-                default: attend_tile<4>(tile, next, q, dim, low, high, scale, cap, states, sums);
+                case 1: attend_tile<1>(tile, next, q, dim, sight, scale, cap, states, sums); break;
+                case 2: attend_tile<2>(tile, next, q, dim, sight, scale, cap, states, sums); break;
+                case 3: attend_tile<3>(tile, next, q, dim, sight, scale, cap, states, sums); break;
+                default: attend_tile<4>(tile, next, q, dim, sight, scale, cap, states, sums);
             }
         }
     }

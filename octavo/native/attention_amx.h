@@ -52,6 +52,7 @@ struct Set {
     __m512i first, last;          // positions that each may see
     int64_t earliest, latest;     // positions that any of them may see
     int64_t all_from, all_to;     // positions that all may see
+    __m512 slopes, positions;     // of ALiBi: slopes, in units of log2, and the positions of the queries
 };
 
 // Converts 16 rows of bfloat16 to tiles of pairs: to [dim / 32][16 pairs][16 rows][2]
@@ -64,15 +65,19 @@ inline void turn(const uint16_t *rows, int64_t dim, uint16_t *to) {
     }
 }
 
-inline Set make_set(const Queries &queries, int64_t begin, int64_t dim, int64_t end, uint16_t *turned) {
-    Set set{turned, queries.sums + begin * dim, _mm512_set1_ps(NOTHING), _mm512_setzero_ps(), {}, {}, INT64_MAX, -1, 0, INT64_MAX};
+inline Set make_set(const Layer &layer, int64_t kv_head, const Queries &queries, int64_t begin, int64_t end, uint16_t *turned) {
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
+    Set set{turned, queries.sums + begin * dim, _mm512_set1_ps(NOTHING), _mm512_setzero_ps(), {}, {}, INT64_MAX, -1, 0, INT64_MAX, {}, {}};
     alignas(64) int32_t first[LANES], last[LANES];
+    alignas(64) float slopes[LANES], positions[LANES];
     for (int64_t i = 0; i < LANES; i++) {
         int64_t from = queries.first[begin + i], to = std::min(queries.last[begin + i], end - 1);
         first[i] = int32_t(from), last[i] = int32_t(to);
         set.all_from = std::max(set.all_from, from), set.all_to = std::min(set.all_to, to);
         set.earliest = std::min(set.earliest, from), set.latest = std::max(set.latest, to);
+        slopes[i] = slope_of(layer, kv_head * group + (begin + i) % group) * LOG2_E, positions[i] = float(queries.last[begin + i]);
     }
+    set.slopes = _mm512_load_ps(slopes), set.positions = _mm512_load_ps(positions);
     set.first = _mm512_load_si512(first), set.last = _mm512_load_si512(last);
     turn(queries.values + begin * dim, dim, turned);
     return set;
@@ -141,13 +146,16 @@ inline void sum_tiles(const uint16_t *values, const uint16_t *weights, int64_t d
 }
 
 // Converts scores [64][16] of keys from position `begin` on to weights [32 pairs][16][2], and scales earlier sums accordingly.
-// EDGE: some queries may not see all keys.
-template <bool EDGE, bool SCALED>
-void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
-    const __m512 factor = _mm512_set1_ps(scale * LOG2_E), never = _mm512_set1_ps(-INFINITY);
+// EDGE: some queries may not see all keys. ALIBI: distances are added to scores, which are then in units of log2 already.
+template <bool EDGE, bool SCALED, bool ALIBI>
+void weigh_edge(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
+    const __m512 factor = _mm512_set1_ps(ALIBI ? 1.0f : scale * LOG2_E), never = _mm512_set1_ps(-INFINITY);
     auto score = [&](int64_t key) {
         __m512 row = _mm512_load_ps(scores + key * LANES);
-        return SCALED ? _mm512_mul_ps(row, _mm512_set1_ps(tile.key_scale[key])) : row;
+        if (SCALED) row = _mm512_mul_ps(row, _mm512_set1_ps(tile.key_scale[key]));
+        if (!ALIBI) return row;
+        const __m512 distance = _mm512_sub_ps(_mm512_set1_ps(float(begin + key)), set.positions);
+        return _mm512_fmadd_ps(distance, set.slopes, _mm512_mul_ps(row, _mm512_set1_ps(scale * LOG2_E)));
     };
     auto seen = [&](int64_t key) {
         __m512i position = _mm512_set1_epi32(int32_t(begin + key));
@@ -179,10 +187,10 @@ void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t d
     set.total = _mm512_add_ps(set.total, _mm512_add_ps(totals[0], totals[1]));
 }
 
-inline void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
-    bool edge = begin < set.all_from || begin + KEYS - 1 > set.all_to;
-    if (tile.scaled) (edge ? weigh_set<true, true> : weigh_set<false, true>)(set, tile, begin, scale, dim, scores, weights);
-    else (edge ? weigh_set<true, false> : weigh_set<false, false>)(set, tile, begin, scale, dim, scores, weights);
+template <bool SCALED, bool ALIBI>
+void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
+    const bool edge = begin < set.all_from || begin + KEYS - 1 > set.all_to;
+    (edge ? weigh_edge<true, SCALED, ALIBI> : weigh_edge<false, SCALED, ALIBI>)(set, tile, begin, scale, dim, scores, weights);
 }
 
 // Transposes the lanes of a set back to rows: sums [16][dim].
@@ -213,8 +221,10 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
     const int64_t count = (queries.count + LANES - 1) / LANES;
     Set *sets = (Set *)place;
     uint16_t *turned = (uint16_t *)(sets + count);
-    for (int64_t i = 0; i < count; i++) sets[i] = make_set(queries, i * LANES, dim, task.end, turned + i * LANES * dim);
+    for (int64_t i = 0; i < count; i++) sets[i] = make_set(layer, task.kv_head, queries, i * LANES, task.end, turned + i * LANES * dim);
     const int32_t *table = table_of(layer, step, task.row);
+    const bool scaled = model.cache_kind == OCTAVO_Q8;
+    const auto plain = scaled ? weigh_set<true, false> : weigh_set<false, false>, sloped = scaled ? weigh_set<true, true> : weigh_set<false, true>;
     for (int64_t begin = std::max(task.begin, queries.earliest); begin < task.end; begin += KEYS) {
         Tile tile;
         find_tile(model, layer, table, task.kv_head, begin, task.end - begin, tile);
@@ -231,7 +241,7 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
         for (int64_t next; now < count; now = next, turn ^= 1) {
             next = next_seeing(now + 1);
             if (next < count) score_tiles(keys, sets[next].queries, dim, scores[turn ^ 1]);
-            weigh_set(sets[now], tile, begin, layer.attention_scale, dim, scores[turn], weights);
+            (layer.alibi ? sloped : plain)(sets[now], tile, begin, layer.attention_scale, dim, scores[turn], weights);
             sum_tiles(values, weights, dim, sets[now].sums);
         }
     }

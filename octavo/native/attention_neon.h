@@ -144,21 +144,21 @@ INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_
     return true;
 }
 
-// R queries against a tile; query r sees keys [low[r], high[r]). q: [R][dim], scale: of each; sums: [R][dim]
+// R queries against a tile. q: [R][dim], scale: of each; sums: [R][dim]
 template <int R>
-void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
-                 const float *scale, float cap, Online *states, float *sums) {
+void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q, int64_t dim, const Sight *sight, const float *scale, float cap,
+                 Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
     float16_t halves[R][KEYS];
     float shrink[R];
-    int64_t first = KEYS, last = 0;  // keys that any of them sees
-    for (int r = 0; r < R; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
+    int64_t first, last;
+    join_sights<R>(sight, first, last);
     first = first / 8 * 8, last = (last + 7) / 8 * 8;
     for (int64_t j = first; j < last; j += 8) {
         prefetch_keys(next, j, dim);
         score_keys<R>(tile, j, q, dim, scores);
     }
-    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale[r], cap);
+    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], sight[r], scale[r], cap);
     const int D = R < 4 ? 2 : 1;  // enough independent sums that none waits for the previous one
     int64_t d = 0;
     for (float room : {1.0f, ROOM}) {
@@ -204,18 +204,6 @@ inline HalfQueries load_queries(const Layer &layer, const Step &step, const floa
     return queries;
 }
 
-// The keys that queries at some positions see, in a tile of `count` keys that starts at `begin`. A missing query sees none.
-struct Seen {
-    int64_t low[ROWS], high[ROWS];
-
-    Seen(const Layer &layer, const int64_t *positions, int64_t rows, int64_t begin, int64_t count) {
-        for (int64_t r = 0; r < rows; r++) {
-            low[r] = positions[r] < 0 ? KEYS : std::max<int64_t>(0, first_seen(layer, positions[r]) - begin);
-            high[r] = std::min(count, positions[r] + 1 - begin);
-        }
-    }
-};
-
 // Queries against the keys of a row, through its block table.
 void attend_halves(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
@@ -238,17 +226,21 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
         const int64_t at_once = many ? ROWS : QUERIES_AT_ONCE;
         for (int64_t i = 0; i < queries.count; i += at_once) {
             const int64_t rows = many ? at_once : std::min(at_once, queries.count - i);
-            const Seen seen(layer, queries.positions + i, rows, begin, tile.count);
-            const int64_t *low = seen.low, *high = seen.high;
+            Sight sights[ROWS];
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t position = queries.positions[i + r], head = task.kv_head * group + (i + r) % group;
+                sights[r] = position < 0 ? Sight{KEYS, 0, 0, 0} : sight_of(layer, head, position, begin, tile.count);  // a missing query sees nothing
+            }
+            const Sight *sight = sights;
             const float16_t *q = queries.values + i * dim;
             const float *scale = queries.scale + i;
             Online *states = queries.states + i;
             float *sums = queries.sums + i * dim;
             if (many) {
                 if (i < KEYS) prefetch_keys(next, i, dim);
-                attend_panels(panels, q, dim, low, high, scale, layer.soft_cap, states, sums);
+                attend_panels(panels, q, dim, sight, scale, layer.soft_cap, states, sums);
             } else {
-                attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, q, dim, low, high, scale, layer.soft_cap, states, sums);
+                attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, q, dim, sight, scale, layer.soft_cap, states, sums);
             }
         }
     }

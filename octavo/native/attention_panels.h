@@ -101,13 +101,15 @@ INLINE void rough_powers(float32x4_t (&t)[4]) {
 }
 
 // Converts scores of one query against a tile to float16 weights. See `weigh`.
-inline float weigh_halves(Online &state, float *scores, int64_t low, int64_t high, float cap, float16_t *to) {
+inline float weigh_halves(Online &state, float *scores, const Sight &sight, float cap, float16_t *to) {
+    const int64_t low = sight.low, high = sight.high;
     if (low >= high) {
         std::fill(to, to + KEYS, float16_t(0));
         return 1.0f;
     }
     if (cap > 0)
         for (int j = 0; j < KEYS; j += LANE_COUNT) store(capped(load(scores + j), cap), scores + j);
+    if (sight.slope != 0) add_distances(scores, sight, 1);
     for (int64_t j = 0; j < low; j++) scores[j] = -INFINITY;
     for (int64_t j = high; j < KEYS; j++) scores[j] = -INFINITY;
     float32x4_t most[4], total[4];
@@ -130,18 +132,18 @@ inline float weigh_halves(Online &state, float *scores, int64_t low, int64_t hig
 }
 
 // 8 queries against a tile. See `attend_tile`.
-inline void attend_panels(const PanelTile &tile, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high, const float *scale,
-                          float cap, Online *states, float *sums) {
+inline void attend_panels(const PanelTile &tile, const float16_t *q, int64_t dim, const Sight *sight, const float *scale, float cap,
+                          Online *states, float *sums) {
     alignas(64) float scores[ROWS][KEYS];
     float16_t weights[ROWS][KEYS];
     float shrink[ROWS];
-    int64_t first = KEYS, last = 0;  // keys that any of them sees
-    for (int r = 0; r < ROWS; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
+    int64_t first, last;
+    join_sights<ROWS>(sight, first, last);
     for (int64_t j = first / P * P; j < last; j += P)
         multiply_panel(tile.keys + j * dim, q, dim, CHAIN, dim / CHAIN, [&](int r, const float16x8_t *made) {
             store(carry_chains(made, dim / CHAIN) * scale[r], scores[r] + j);
         });
-    for (int r = 0; r < ROWS; r++) shrink[r] = weigh_halves(states[r], scores[r], low[r], high[r], cap, weights[r]);
+    for (int r = 0; r < ROWS; r++) shrink[r] = weigh_halves(states[r], scores[r], sight[r], cap, weights[r]);
     first = first / CARRY * CARRY, last = (last + CARRY - 1) / CARRY * CARRY;
     const int64_t spans = (last - first) / CARRY;
     for (int64_t d = 0; d < dim && first < last; d += P)

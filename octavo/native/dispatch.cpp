@@ -145,12 +145,12 @@ int octavo_cap_logits(const Model *model, float *logits, int64_t count) {
     });
 }
 
-int octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size) {
+int octavo_add_norm(float *stream, const float *x, const Norm *norm, float *y, int64_t rows, int64_t size) {
     return with_buffers([&] {
         together([&](int thread) {
             Range mine = share(rows, thread, pool().threads());
             for (int64_t row = mine.begin; row < mine.end; row++)
-                kernels_.add_rms_norm(stream + row * size, x ? x + row * size : nullptr, weight, eps, y + row * size, size);
+                kernels_.add_norm(stream + row * size, x ? x + row * size : nullptr, *norm, y + row * size, size);
         });
         return 0;
     });

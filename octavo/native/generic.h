@@ -20,16 +20,36 @@ inline float dot(const float *a, const float *b, int64_t size) {
     return total;
 }
 
-// stream += x; y = stream / rms(stream) * weight. Without x, the stream is unchanged; without a weight, y is the stream.
-void add_rms_norm_generic(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size) {
+inline float sum(const float *a, int64_t size) {
+    float lanes[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        for (int n = 0; n < 16; n++) lanes[n] += a[i + n];
+    float total = 0;
+    for (int n = 0; n < 16; n++) total += lanes[n];
+    for (; i < size; i++) total += a[i];
+    return total;
+}
+
+// y may be x.
+void norm_row(const float *x, const Norm &norm, float *y, int64_t size) {
+    if (norm.kind == OCTAVO_LAYER_NORM) {
+        const float mean = sum(x, size) / float(size);
+        for (int64_t i = 0; i < size; i++) y[i] = x[i] - mean;
+        x = y;
+    }
+    float factor = 1.0f / std::sqrt(dot(x, x, size) / float(size) + norm.eps);
+    for (int64_t i = 0; i < size; i++) y[i] = x[i] * factor * norm.weight[i];
+    if (norm.bias)
+        for (int64_t i = 0; i < size; i++) y[i] += norm.bias[i];
+}
+
+// stream += x; y = the stream, normed. Without x, the stream is unchanged; without a norm, y is the stream.
+void add_norm_generic(float *stream, const float *x, const Norm &norm, float *y, int64_t size) {
     if (x)
         for (int64_t i = 0; i < size; i++) stream[i] += x[i];
-    if (!weight) {
-        memcpy(y, stream, size_t(size) * sizeof(float));
-        return;
-    }
-    float factor = 1.0f / std::sqrt(dot(stream, stream, size) / float(size) + eps);
-    for (int64_t i = 0; i < size; i++) y[i] = stream[i] * factor * weight[i];
+    if (norm.weight) norm_row(stream, norm, y, size);
+    else if (y != stream) memcpy(y, stream, size_t(size) * sizeof(float));
 }
 
 void rotate(float *head, const float *cos, const float *sin, int64_t half) {
@@ -72,13 +92,13 @@ void write_generic(const Model &model, const Layer &layer, const Step &step, flo
     const int64_t dim = layer.head_dim, half = layer.rotary_dim / 2, slot = step.slots[layer.cache_group * step.slot_stride + token];
     float *heads = qkv + token * (layer.heads + 2 * layer.kv_heads) * dim, *keys = heads + layer.heads * dim, *values = keys + layer.kv_heads * dim;
     if (layer.whole_norm) {
-        add_rms_norm_generic(heads, nullptr, layer.q_norm, model.eps, heads, layer.heads * dim);
-        add_rms_norm_generic(keys, nullptr, layer.k_norm, model.eps, keys, layer.kv_heads * dim);
+        add_norm_generic(heads, nullptr, layer.q_norm, heads, layer.heads * dim);
+        add_norm_generic(keys, nullptr, layer.k_norm, keys, layer.kv_heads * dim);
     }
     for (int64_t h = 0; h < layer.heads + layer.kv_heads; h++) {
         float *head = heads + h * dim;
-        const float *norm = h < layer.heads ? layer.q_norm : layer.k_norm;
-        if (norm && !layer.whole_norm) add_rms_norm_generic(head, nullptr, norm, model.eps, head, dim);
+        const Norm &norm = h < layer.heads ? layer.q_norm : layer.k_norm;
+        if (!layer.whole_norm) add_norm_generic(head, nullptr, norm, head, dim);
         if (half) rotate(head, layer.cos + step.positions[token] * half, layer.sin + step.positions[token] * half, half);
     }
     for (int64_t h = 0; h < layer.kv_heads; h++) {
@@ -101,7 +121,7 @@ int64_t argmax(const float *values, int64_t count) {
 
 void fill_generic(Kernels &kernels) {
     fill_products<GenericChoice>(kernels);
-    kernels.add_rms_norm = add_rms_norm_generic;
+    kernels.add_norm = add_norm_generic;
     kernels.cap = cap_values;
     kernels.write = write_generic;
     kernels.attend = attend_floats;

@@ -115,12 +115,27 @@ void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t 
     by_tiles(matrix, rows, panel, end, scratch, take, place);
 }
 
+inline const void *place_in(const Target &y, int64_t row, int64_t panel) {
+    const int64_t index = row * y.stride + panel * P;
+    return y.halves ? (const void *)(y.halves + index) : (const void *)(y.values + index);
+}
+
+inline __m512 gelu512(__m512 x) { return (__m512)gelu(Lanes{{(Vector)x}}).part[0]; }
+
+void gelu_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, const Target &y, void *scratch) {
+    auto place = [&](int64_t row, int64_t at) { return place_in(y, row, at); };
+    auto take = [&](int64_t row, int64_t at, const float *first, const float *second) {
+        put512(gelu512(_mm512_add_ps(_mm512_load_ps(first), bias512(matrix, at))), y, row, at * P, matrix.n - at * P);
+        if (at + 1 == end) return;
+        put512(gelu512(_mm512_add_ps(_mm512_load_ps(second), bias512(matrix, at + 1))), y, row, (at + 1) * P, matrix.n - (at + 1) * P);
+    };
+    by_tiles(matrix, rows, panel, end, scratch, take, place);
+}
+
 void gate_up_amx(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
     if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_by<BF16Choice>(matrix, activation, rows, pair, end, y, scratch);
-    auto place = [&](int64_t row, int64_t at) {
-        int64_t index = row * y.stride + at / 2 * P;
-        return y.halves ? (const void *)(y.halves + index) : (const void *)(y.values + index);
-    };
+    if (activation == OCTAVO_GELU) return gelu_amx(matrix, rows, pair, end, y, scratch);
+    auto place = [&](int64_t row, int64_t at) { return place_in(y, row, at / 2); };
     auto take = [&](int64_t row, int64_t at, const float *gate, const float *up) {
         __m512 gates = _mm512_add_ps(_mm512_load_ps(gate), bias512(matrix, at)), ups = _mm512_add_ps(_mm512_load_ps(up), bias512(matrix, at + 1));
         __m512 value = activation == OCTAVO_SWIGLU ? _mm512_mul_ps(silu512(gates), ups)

@@ -68,6 +68,11 @@ inline int64_t first_seen(const Layer &layer, int64_t position) {
     return layer.window && position >= layer.window ? position - layer.window + 1 : 0;
 }
 
+inline float slope_of(const Layer &layer, int64_t head) { return layer.alibi ? layer.alibi[head] : 0.0f; }
+
+// The number of columns that the activation makes of a product with gates and ups, or with ups alone.
+inline int64_t activated(const Matrix &matrix, int activation) { return activation == OCTAVO_GELU ? matrix.n : matrix.n / 2; }
+
 // The total of a head's weights, relative to its largest score, including that of its sink.
 static inline float with_sink(const Layer &layer, int64_t head, float largest, float total) {
     return layer.sinks ? total + fast_exp(layer.sinks[head] - largest) : total;
@@ -78,8 +83,8 @@ struct Kernels {
     Form (*form)(const Matrix &matrix, int64_t rows);                               // the format for a product of this many rows
     void (*prepare)(const Matrix &matrix, const float *x, const Rows &rows, int64_t row);  // x: one row
     void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
-    void (*gate_up)(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch);
-    void (*add_rms_norm)(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size);
+    void (*gate_up)(const Matrix &matrix, int activation, const Rows &rows, int64_t panel, int64_t end, const Target &y, void *scratch);  // panels of y
+    void (*add_norm)(float *stream, const float *x, const Norm &norm, float *y, int64_t size);  // stream += x, if there is x; y: the stream, normed
     void (*cap)(float *values, float scale, float cap, int64_t count);              // cap * tanh(scale * value / cap); cap 0: scale * value
     void (*write)(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token);
     void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,

@@ -1,4 +1,4 @@
-// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/library.py.
+// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers. octavo/kernels/cpu/header.py reads them from this file.
 //
 //     Matrix        the weights of one product, packed into panels of 16 output rows
 //     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer
@@ -31,8 +31,9 @@ enum { OCTAVO_PANEL = 16, OCTAVO_K_PAD = 64 };
 enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3, OCTAVO_F16 = 4 };  // storage formats of weights
 enum { OCTAVO_NO_MEMORY = INT32_MIN };
 // Gate functions: silu(gate) * up; gelu(gate) * up with the tanh approximation; (up + 1) * gate * sigmoid(1.702 * gate), with gates
-// limited to 7 and ups clamped to [-7, 7].
-enum { OCTAVO_SWIGLU = 0, OCTAVO_GEGLU = 1, OCTAVO_CLAMPED = 2 };
+// limited to 7 and ups clamped to [-7, 7]. Without a gate: gelu(up) with the tanh approximation.
+enum { OCTAVO_SWIGLU = 0, OCTAVO_GEGLU = 1, OCTAVO_CLAMPED = 2, OCTAVO_GELU = 3 };
+enum { OCTAVO_RMS_NORM = 0, OCTAVO_LAYER_NORM = 1 };
 
 typedef struct {
     int32_t kind;
@@ -48,6 +49,14 @@ typedef struct {
     const uint8_t *table;    // [16] or null: the value of each code; Q4 only
 } Matrix;
 
+// x / sqrt(mean(x^2) + eps) * weight + bias; a layer norm subtracts mean(x) from x first.
+typedef struct {
+    const float *weight;     // null: there is no norm
+    const float *bias;       // or null
+    int32_t kind;
+    float eps;
+} Norm;
+
 // A router selects some of many experts for each token, and weights their outputs. In `experts_gate_up` and `experts_down` the rows of
 // each expert follow those of the previous one, in the same number of whole panels. A rank may have only some experts: others add nothing.
 typedef struct {
@@ -62,14 +71,15 @@ typedef struct {
 } Mixture;
 
 typedef struct {
-    const float *attention_norm, *mlp_norm;            // [hidden], of the input of a sub-layer; null: the input is the stream itself
-    const float *attention_after_norm, *mlp_after_norm;  // [hidden] or null: of the output of a sub-layer
-    const float *q_norm, *k_norm;            // [head_dim] or null; with `whole_norm`, [heads * head_dim] and [kv_heads * head_dim]
+    Norm attention_norm, mlp_norm;           // [hidden], of the input of a sub-layer
+    Norm attention_after_norm, mlp_after_norm;  // [hidden], of the output of a sub-layer
+    Norm q_norm, k_norm;                     // [head_dim]; with `whole_norm`, [heads * head_dim] and [kv_heads * head_dim]
     const float *cos, *sin;                  // [max_len][rotary_dim / 2]
     const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head but has no value
+    const float *alibi;                      // [heads] or null: slope * (position of the key - that of the query) is added to scores
     Matrix qkv;                              // rows: all q heads, all k heads, all v heads
     Matrix output;
-    Matrix gate_up;                          // rows: 16 of gate and 16 of up alternate
+    Matrix gate_up;                          // rows: 16 of gate and 16 of up alternate; without a gate: those of up
     Matrix down;
     const Mixture *mixture;                  // replaces gate_up and down; or null
     void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]
@@ -83,6 +93,7 @@ typedef struct {
     float attention_scale;
     float soft_cap;                          // scores become cap * tanh(score / cap); 0: no cap
     float residual_scale;                    // factor on the output of sub-layers
+    int32_t parallel;                        // attention and MLP read the same input, which is normed by `attention_norm`
 } Layer;
 
 // Functions that communicate with other ranks return 0, or the same code on all of them: 1 + rank if that rank did not arrive within
@@ -102,13 +113,13 @@ typedef struct {
     int32_t num_layers, hidden, vocab;
     int32_t cache_kind;      // OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16 (saturating) or OCTAVO_Q8 (int8 with a scale per token and head)
     int32_t embed_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_F16: rows of `embed`; OCTAVO_Q8: rows are unpacked from `head`
-    float eps;
     float embedding_scale;   // factor on the rows of `embed`
     float logit_scale;
     float logit_cap;         // logits become cap * tanh(logit / cap) after scaling; 0: no cap
     const Layer *layers;
     const void *embed;       // [vocab_rows][hidden]
-    const float *norm;       // [hidden]
+    Norm embedding_norm;     // [hidden], of scaled rows of `embed`
+    Norm norm;               // [hidden], the last one
     Matrix head;             // n: vocab_rows
     int32_t vocab_start;     // the first id in this rank's part of `embed` and `head`
     int32_t vocab_rows;      // the number of ids in that part; 0: all, on every rank
@@ -185,9 +196,9 @@ void octavo_abort(const Group *group);                                          
 // The parts of a step, for the layer-by-layer path and for tests against the torch references.
 // tokens: of the step that the rows belong to. Unless it is a small batch, no row is multiplied as 8-bit codes.
 int octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);        // y: [rows][n]
-int octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);   // y: [rows][n / 2]
+int octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);   // y: [rows][n / 2]; without a gate: [rows][n]
 int octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);       // y: [tokens][hidden]
-int octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size);
+int octavo_add_norm(float *stream, const float *x, const Norm *norm, float *y, int64_t rows, int64_t size);  // see Kernels.add_norm
 int octavo_write(const Model *model, int layer, const Step *step, float *qkv);                          // norms, rotates, stores
 int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);       // out: [tokens][heads * head_dim]
 
@@ -214,7 +225,7 @@ void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16
 
-void octavo_struct_sizes(int64_t *sizes);    // [9]: bytes of Matrix, Mixture, Layer, Group, Model, SharedNode, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [9]: bytes of Matrix, Norm, Mixture, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

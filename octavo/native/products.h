@@ -45,9 +45,9 @@ template <class Math, class Run> void by_near_rows(const Rows &rows, Run run) {
     for (int64_t row = 0; row < rows.rows; row += near) run(row, std::min(rows.rows, row + near));
 }
 
-// y[row][n] for the rows n of panels [begin, end).
-template <class Math>
-void product_with(const Math &math, const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, float *y, int64_t stride, void *scratch) {
+// Calls store(values, row, panel) with the results of every row for panels [begin, end).
+template <class Math, class Store>
+void product_with(const Math &math, const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, void *scratch, Store store) {
     by_near_rows<Math>(rows, [&](int64_t from, int64_t to) {
         for (int64_t panel = begin; panel < end; panel++) {
             auto weights = math.panel(panel, scratch);
@@ -56,7 +56,7 @@ void product_with(const Math &math, const Matrix &matrix, const Rows &rows, int6
             for (int64_t row = from; row < to; row += Math::MOST) {
                 int64_t count = std::min<int64_t>(Math::MOST, to - row);
                 block_of<Math::MOST>(math, row, count, weights, sums);
-                for (int64_t r = 0; r < count; r++) store_some(sums[r] + bias, y + (row + r) * stride + panel * P, matrix.n - panel * P);
+                for (int64_t r = 0; r < count; r++) store(sums[r] + bias, row + r, panel);
             }
         }
     });
@@ -332,12 +332,17 @@ using GenericChoice = FloatChoice<PlainCodesMath>;
 
 template <class Choice>
 void product_by(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
-    Choice::choose(matrix, rows, [&](const auto &math) { product_with(math, matrix, rows, panel, end, y, stride, scratch); });
+    auto store = [&](const Lanes &values, int64_t row, int64_t at) { store_some(values, y + row * stride + at * P, matrix.n - at * P); };
+    Choice::choose(matrix, rows, [&](const auto &math) { product_with(math, matrix, rows, panel, end, scratch, store); });
 }
 
 template <class Choice>
-void gate_up_by(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
-    Choice::choose(matrix, rows, [&](const auto &math) { gate_up_with(math, matrix, activation, rows, pair, end, y, scratch); });
+void gate_up_by(const Matrix &matrix, int activation, const Rows &rows, int64_t panel, int64_t end, const Target &y, void *scratch) {
+    auto store = [&](const Lanes &values, int64_t row, int64_t at) { put(gelu(values), y, row, at * P, matrix.n - at * P); };
+    Choice::choose(matrix, rows, [&](const auto &math) {
+        if (activation == OCTAVO_GELU) product_with(math, matrix, rows, panel, end, scratch, store);
+        else gate_up_with(math, matrix, activation, rows, panel, end, y, scratch);
+    });
 }
 
 template <class Choice> void fill_products(Kernels &kernels) {

@@ -2,7 +2,8 @@
 //
 //     embed -> [ norm -> qkv -> write k, v -> attend -> output -> norm -> gate, up -> down ] x layers -> norm -> logits -> argmax
 //
-// A layer may have a norm after a sub-layer, too, or only there, and an MoE in place of gate, up and down.
+// A layer may have a norm after a sub-layer, too, or only there, and an MoE in place of gate, up and down. In a parallel layer attention
+// and MLP read the same normed input, and both results are added.
 //
 // Work is divided into pieces that threads take dynamically: tokens, panels of weights, attention tasks. A core that
 // is slower than the others, or busy, takes fewer. The result of a piece does not depend on the thread that computes it.
@@ -20,15 +21,19 @@
 namespace octavo {
 
 static RowBuffer normed_, made_;  // results of norms; results of attention and gates
-static Buffer stream_, qkv_, attended_, gated_, added_;
+static RowBuffer beside_;         // results of norms for the MLP of a parallel layer
+static Buffer stream_, qkv_, attended_, gated_, added_, parallel_;
 static std::vector<Buffer> scratch_;
 
 // Private buffers of a thread in a small batch: the stream, a row of a sub-layer's output, and prepared rows.
 struct Own {
     Buffer stream, row;
-    RowBuffer normed, made;
+    RowBuffer normed, made, beside;
 
-    void match(const Own &other) { stream.match(other.stream), row.match(other.row), normed.match(other.normed), made.match(other.made); }
+    void match(const Own &other) {
+        stream.match(other.stream), row.match(other.row);
+        normed.match(other.normed), made.match(other.made), beside.match(other.beside);
+    }
 };
 static std::vector<Own> own_;
 
@@ -60,7 +65,7 @@ void gate_up_all(const Matrix &matrix, int activation, const float *x, float *y,
     Rows rows = normed_.get(matrix, count, tokens);
     work([&](Worker &me) {
         prepare(matrix, {const_cast<float *>(x), nullptr, matrix.k}, rows, me);
-        gate_up(matrix, activation, rows, {y, nullptr, matrix.n / 2}, me);
+        gate_up(matrix, activation, rows, {y, nullptr, activated(matrix, activation)}, me);
     });
 }
 
@@ -114,6 +119,7 @@ void cap_all(const Model &model, float *logits, int64_t count) {
 // thread.
 struct StepBuffers {
     float *stream, *added, *qkv, *attended, *gated;
+    float *parallel = nullptr;  // [tokens][hidden], results of the MLP of parallel layers
 
     StepBuffers(const Model &model, const Step &step) {
         const int64_t tokens = step.num_tokens;
@@ -127,6 +133,10 @@ struct StepBuffers {
             else {
                 inner = std::max(inner, layer->down.k);
                 reserve_rows(layer->gate_up, layer->down, tokens);
+            }
+            if (layer->parallel) {
+                beside_.get(layer->gate_up, tokens, tokens), parallel = parallel_.get<float>(tokens * model.hidden);
+                if (tokens <= TOKENS) own_[0].beside.get(layer->gate_up, tokens, tokens);
             }
         }
         if (step.num_samples && !step.passed) normed_.get(model.head, step.num_samples, tokens);
@@ -150,24 +160,24 @@ struct Stream {
     const Model &model;
     float *values, *added;          // [tokens][hidden]
     bool news = false;              // whether an output is pending
-    const float *weight = nullptr;  // of the norm of that output, or null
+    const Norm *after = nullptr;    // the norm of that output
     float scale = 1;                // factor on that output
     float *copy = nullptr;          // memory for a row of that output, if other threads read it, too
 
     // Sets the pending output of a sub-layer.
-    void give(const float *after_norm, float residual_scale) { news = true, weight = after_norm, scale = residual_scale; }
+    void give(const Norm &after_norm, float residual_scale) { news = true, after = &after_norm, scale = residual_scale; }
 
     // Adds the pending output of a token. y: the sum, normed; or unchanged, if there is no norm
-    void norm(int64_t token, const float *norm_weight, float *y) const {
+    void norm(int64_t token, const Norm &norm, float *y) const {
         float *row = news ? settled(added + token * model.hidden) : nullptr;
-        kernels().add_rms_norm(values + token * model.hidden, row, norm_weight, model.eps, y, model.hidden);
+        kernels().add_norm(values + token * model.hidden, row, norm, y, model.hidden);
     }
 
 private:
     float *settled(float *row) const {
-        if (!weight && scale == 1) return row;
+        if (!after->weight && scale == 1) return row;
         if (copy) row = std::copy(row, row + model.hidden, copy) - model.hidden;
-        if (weight) kernels().add_rms_norm(row, nullptr, weight, model.eps, row, model.hidden);
+        if (after->weight) kernels().add_norm(row, nullptr, *after, row, model.hidden);
         if (scale != 1)
             for (int64_t i = 0; i < model.hidden; i++) row[i] *= scale;
         return row;
@@ -207,6 +217,11 @@ struct Walk {
             else embed(model, step, at.stream, token);
         });
         if (!step.received && vocab_rows(model) < model.vocab && !peers.sum(at.stream, tokens * size, me)) return false;
+        if (!step.received && model.embedding_norm.weight)
+            each_token([&](int64_t token) {
+                float *row = at.stream + token * size;
+                kernels().add_norm(row, nullptr, model.embedding_norm, row, size);
+            });
         if (few) {
             stream.values = own.stream.get<float>(tokens * size), stream.copy = own.row.get<float>(size);
             std::copy(at.stream, at.stream + tokens * size, stream.values);
@@ -217,22 +232,21 @@ struct Walk {
     // Returns false if communication between ranks failed.
     bool through(int64_t index) {
         const Layer &layer = model.layers[index];
-        multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), at.qkv, layer.qkv.n, me);
-        each_token([&](int64_t token) { kernels().write(model, layer, step, at.qkv, token); });
-        const Rows rows = made_.get(layer.output, tokens, tokens);
-        const Target made = target_of(layer.output, rows, at.attended);
-        attend(model, layer, step, tasks.of(index), at.qkv, made, partials, me);
-        multiply(layer.output, ready(layer.output, made, rows), at.added, size, me);
-        if (!peers.sum(at.added, tokens * size, me)) return false;
-        stream.give(layer.attention_after_norm, layer.residual_scale);
-        if (layer.mixture) mix_tokens(layer);
-        else gate_tokens(layer);
+        if (layer.parallel) {
+            both_tokens(index);
+        } else {
+            attend_tokens(index, norm_rows(layer.attention_norm, layer.qkv));
+            if (!peers.sum(at.added, tokens * size, me)) return false;
+            stream.give(layer.attention_after_norm, layer.residual_scale);
+            if (layer.mixture) mix_tokens(layer);
+            else gate_tokens(layer, norm_rows(layer.mlp_norm, layer.gate_up), at.added);
+        }
         stream.give(layer.mlp_after_norm, layer.residual_scale);
         return peers.sum(at.added, tokens * size, me);
     }
 
     void pass_on() {
-        each_token([&](int64_t token) { stream.norm(token, nullptr, step.passed + token * size); });
+        each_token([&](int64_t token) { stream.norm(token, {}, step.passed + token * size); });
     }
 
     void finish() {
@@ -251,14 +265,42 @@ struct Walk {
     }
 
 private:
-    Rows norm_rows(const float *weight, const Matrix &matrix) {
+    Rows norm_rows(const Norm &norm, const Matrix &matrix) {
         const Rows rows = (few ? own.normed : normed_).get(matrix, tokens, tokens);
         float *row = static_cast<float *>(scratch(me.thread));
         all_tokens([&](int64_t token) {
-            stream.norm(token, weight, row);
+            stream.norm(token, norm, row);
             kernels().prepare(matrix, row, rows, token);
         });
         return rows;
+    }
+
+    // Attention and MLP of a parallel layer. Their sum is the pending output; of ranks, the sum of both partial results.
+    void both_tokens(int64_t index) {
+        const Layer &layer = model.layers[index];
+        const Rows rows = (few ? own.normed : normed_).get(layer.qkv, tokens, tokens);
+        const Rows beside = (few ? own.beside : beside_).get(layer.gate_up, tokens, tokens);
+        float *row = static_cast<float *>(scratch(me.thread));
+        all_tokens([&](int64_t token) {
+            stream.norm(token, layer.attention_norm, row);
+            kernels().prepare(layer.qkv, row, rows, token);
+            kernels().prepare(layer.gate_up, row, beside, token);
+        });
+        attend_tokens(index, rows);
+        gate_tokens(layer, beside, at.parallel);
+        each_token([&](int64_t token) {
+            for (int64_t i = token * size; i < (token + 1) * size; i++) at.added[i] += at.parallel[i];
+        });
+    }
+
+    void attend_tokens(int64_t index, const Rows &normed) {
+        const Layer &layer = model.layers[index];
+        multiply(layer.qkv, normed, at.qkv, layer.qkv.n, me);
+        each_token([&](int64_t token) { kernels().write(model, layer, step, at.qkv, token); });
+        const Rows rows = made_.get(layer.output, tokens, tokens);
+        const Target made = target_of(layer.output, rows, at.attended);
+        attend(model, layer, step, tasks.of(index), at.qkv, made, partials, me);
+        multiply(layer.output, ready(layer.output, made, rows), at.added, size, me);
     }
 
     // Returns the rows in the format of a product. shared: the rows that `made` may have been written to directly
@@ -272,11 +314,11 @@ private:
         return rows;
     }
 
-    void gate_tokens(const Layer &layer) {
-        const Rows normed = norm_rows(layer.mlp_norm, layer.gate_up), rows = made_.get(layer.down, tokens, tokens);
+    void gate_tokens(const Layer &layer, const Rows &normed, float *y) {
+        const Rows rows = made_.get(layer.down, tokens, tokens);
         const Target made = target_of(layer.down, rows, at.gated);
         gate_up(layer.gate_up, layer.activation, normed, made, me);
-        multiply(layer.down, ready(layer.down, made, rows), at.added, size, me);
+        multiply(layer.down, ready(layer.down, made, rows), y, size, me);
     }
 
     void mix_tokens(const Layer &layer) {

@@ -112,8 +112,8 @@ inline void multiply(const Matrix &matrix, const Rows &rows, float *y, int64_t s
 }
 
 inline void gate_up(const Matrix &matrix, int activation, const Rows &rows, const Target &y, Worker &me) {
-    me.deal(panels(matrix.n / 2), PANELS / 2, [&](int64_t pair, int64_t end) {
-        kernels().gate_up(matrix, activation, rows, pair, end, y, scratch(me.thread));
+    me.deal(panels(activated(matrix, activation)), PANELS / 2, [&](int64_t panel, int64_t end) {
+        kernels().gate_up(matrix, activation, rows, panel, end, y, scratch(me.thread));
     });
 }
 

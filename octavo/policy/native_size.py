@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from octavo.layout import K_PAD, PANEL
 from octavo.policy.activations import FLOAT32
-from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, NormShape, StepLoad
+from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, StepLoad
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matrix: four panels unpacked for many rows
@@ -17,8 +17,8 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matri
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, KEPT_BACK = 1.25, 4.1, 1.2
 HALF_EMPTY = 1 << 20  # bytes on average: a matrix occupies whole huge pages of 2 MiB
 
-GATES = ("swiglu", "geglu", "clamped")
-KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm"}  # features of attention
+KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm", "alibi"}  # features of attention
+MATRICES = {"qkv", "output", "gate_up", "down", "router", *EXPERT_STACKS, "shared_gate_up", "shared_down", "shared_gate", "head"}
 
 
 def native_refusal(model: ModelDescription) -> str | None:
@@ -26,20 +26,15 @@ def native_refusal(model: ModelDescription) -> str | None:
     for layer, index in model.kinds.items():
         if (difference := _unknown(layer)) is not None:
             return f"layer {index} {difference}"
-    if model.normed_embedding:
-        return "its embedding is normed"
-    norms = {layer.norm for layer in model.kinds} | {model.norm}
-    return None if norms == {NormShape(model.norm.eps)} else "its norms are not RMS norms of one epsilon"
+    return next((f"it has a matrix {matrix.name}" for matrix in model.matrices if matrix.name not in MATRICES), None)
 
 
 def _unknown(layer: LayerShape) -> str | None:
     """Returns the property of a layer that the native program does not support, or None."""
     if layer.mixer.kind != "attention":
         return f"has a mixer of kind {layer.mixer.kind}"
-    if layer.parallel:
-        return "computes its mixer and its MLP in parallel"
-    if layer.mlp.activation not in GATES:
-        return f"has an MLP of kind {layer.mlp.activation}"
+    if layer.mlp.experts is not None and (layer.parallel or not layer.mlp.gated):
+        return "has a mixture of experts without gates, or parallel to its mixer"
     lacking = [name for name in layer.mixer.features if name not in KNOWN]
     return f"has attention with {', '.join(lacking)}" if lacking else None
 
@@ -89,6 +84,8 @@ def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, wides
     there = {matrix.name: matrix for matrix in model.matrices if matrix.layer == index}
     hidden, experts = model.hidden_size, layer.mlp.experts
     prepared = hidden + widest  # rows in the format that products read: for norms, and for attention or gates
+    if layer.parallel:  # the same rows for the MLP, and its result
+        prepared += hidden + K_PAD + hidden
     # the residual stream, the sub-layer's output, the norm; q, k, v and the result of attention
     attention = 3 * hidden + there["qkv"].rows + there["output"].columns + prepared
     if experts is None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import Layer, Matrix
+from octavo.kernels.cpu.library import Layer, Matrix, Norm
 from octavo.kernels.cpu.packing import unpack_rows
 from octavo.kernels.shared_keys import AllShared
 from octavo.kernels.step_tensors import StepTensors
@@ -79,10 +79,13 @@ class NativeLayers:
         received = whole.received(len(step.token_ids))
         stream, news = self._embed(step.token_ids) if received is None else received, None
         for index, layer in enumerate(whole.layers):
-            qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))
-            news = sum_up(self._product(layer.output, self._attention.attend(index, qkv)))
-            news = self._added(news, layer.attention_after_norm, layer.residual_scale)
-            news = sum_up(self._mlp(layer, self._norm(stream, news, layer.mlp_norm)))
+            normed = self._norm(stream, news, layer.attention_norm)
+            attended = self._product(layer.output, self._attention.attend(index, self._product(layer.qkv, normed)))
+            if layer.parallel:
+                news = sum_up(attended + self._mlp(layer, normed))
+            else:
+                news = self._added(sum_up(attended), layer.attention_after_norm, layer.residual_scale)
+                news = sum_up(self._mlp(layer, self._norm(stream, news, layer.mlp_norm)))
             news = self._added(news, layer.mlp_after_norm, layer.residual_scale)
         assert news is not None
         return stream, news
@@ -92,7 +95,8 @@ class NativeLayers:
         whole, model = self._whole, self._whole.model
         elsewhere = (ids < model.vocab_start) | (ids >= model.vocab_start + model.vocab_rows)
         rows = self._rows((ids - model.vocab_start).masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0)
-        return whole.place.comm.all_reduce(rows) if model.vocab_rows < model.vocab else rows
+        rows = whole.place.comm.all_reduce(rows) if model.vocab_rows < model.vocab else rows
+        return self._norm(rows, None, model.embedding_norm)
 
     def _rows(self, index: Tensor) -> Tensor:
         if self._whole.embed is not None:
@@ -104,10 +108,9 @@ class NativeLayers:
         scale = self._whole.model.embedding_scale
         return rows if scale == 1 else rows * scale
 
-    def _added(self, news: Tensor, weight: int | None, scale: float) -> Tensor:
+    def _added(self, news: Tensor, norm: Norm, scale: float) -> Tensor:
         """Returns a sub-layer's output after the norm and scale that the layer defines."""
-        if weight is not None:
-            self._whole.library.call.octavo_add_rms_norm(at(news), None, weight, self._whole.model.eps, at(news), *news.shape)
+        news = self._norm(news, None, norm)
         return news if scale == 1 else news * scale
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
@@ -116,15 +119,14 @@ class NativeLayers:
             y = torch.empty_like(x)
             call.octavo_mix(layer.mixture, layer.activation, at(x), at(y), len(x))
             return y
-        gated = torch.empty(len(x), layer.gate_up.n // 2)
+        gated = torch.empty(len(x), layer.down.k)
         call.octavo_gate_up(ctypes.byref(layer.gate_up), layer.activation, at(x), at(gated), len(x), len(x))
         return self._product(layer.down, gated)
 
-    def _norm(self, stream: Tensor, news: Tensor | None, weight: int | None) -> Tensor:
+    def _norm(self, stream: Tensor, news: Tensor | None, norm: Norm) -> Tensor:
         """Adds a sub-layer's output to the stream in place, and norms the sum if there is a norm."""
         normed, added = torch.empty_like(stream), None if news is None else at(news)
-        eps = self._whole.model.eps
-        self._whole.library.call.octavo_add_rms_norm(at(stream), added, weight, eps, at(normed), *stream.shape)
+        self._whole.library.call.octavo_add_norm(at(stream), added, ctypes.byref(norm), at(normed), *stream.shape)
         return normed
 
     def _product(self, matrix: Matrix, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from octavo.kernels.cpu.library import (
     BF16,
     F16,
     F32,
+    NORMS,
     PANEL,
     Q8,
     Layer,
@@ -27,6 +28,7 @@ from octavo.kernels.cpu.library import (
     Mixture,
     Model,
     NativeLibrary,
+    Norm,
     Step,
     address,
 )
@@ -35,13 +37,13 @@ from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
 from octavo.kernels.shared_keys import NATIVE_COST, NOTHING, AllShared
 from octavo.kernels.step_tensors import StepMemory, StepTensors
-from octavo.layers.attention import build_rope
+from octavo.layers.attention import build_rope, slopes_of_rank
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
 from octavo.messages import StepPlan
 from octavo.model_config import RopeConfig
 from octavo.policy.cache_group import FULL, CacheGroup
-from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription
+from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription, NormShape, Vector
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import ALONE, Forward, Place, Shape, entries, sizes
 from octavo.worker.rank_sampling import RankSampling
@@ -183,26 +185,30 @@ class NativeProgram:
         return model
 
     def _layer(self, model: ModelDescription, weights: NativeWeights, index: int, max_len: int) -> Layer:
-        """The fields of `Layer` and `Mixture` have the names of the description."""
+        """Norms and matrices have the names of the description, and so have numbers unless they are computed here."""
         shape, group = model.layers[index], self.groups[index]
         spec = cast(AttentionSpec, shape.mixer)
         rope = self._rope(spec, max_len)
-        layer = Layer(
-            heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, rotary_dim=0 if spec.rope is None else spec.rotated,
-            whole_norm=spec.qk_norm == "whole", window=spec.window or 0, cache_group=group, block_size=self._spans[group],
-            activation=ACTIVATIONS[shape.mlp.activation], attention_scale=spec.scale, soft_cap=spec.soft_cap or 0.0,
-            residual_scale=shape.residual_scale, cos=at(rope.cos), sin=at(rope.sin),
-        )  # fmt: skip
+        numbers = named_numbers(Layer, shape, spec) | {
+            "heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "rotary_dim": 0 if spec.rope is None else spec.rotated,
+            "whole_norm": spec.qk_norm == "whole", "cache_group": group, "block_size": self._spans[group],
+            "activation": ACTIVATIONS[shape.mlp.activation], "attention_scale": spec.scale,
+        }  # fmt: skip
+        layer = Layer(**numbers, cos=at(rope.cos), sin=at(rope.sin))
+        if spec.alibi:
+            self._kept.append(slopes_of_rank(spec.num_heads, self.place.comm))
+            layer.alibi = at(self._kept[-1])
         for vector in model.vectors:
             if vector.layer == index:
-                name = vector.module if vector.name == "sinks" else f"{vector.module}.weight"
-                setattr(layer, vector.name, self._vector(weights, name))
+                sinks = vector.name == "sinks"
+                setattr(layer, vector.name, self._vector(weights, vector.module) if sinks else self._norm(weights, vector, shape.norm))
         experts = shape.mlp.experts
         mixture = None if experts is None else self._mixture(experts)
         for matrix in model.matrices:
             if matrix.layer == index:
                 # down projections read gated values in whole panels, as they were written
-                columns = -(-matrix.columns // PANEL) * PANEL if matrix.name in ("down", "experts_down", "shared_down") else 0
+                padded = shape.mlp.gated and matrix.name in ("down", "experts_down", "shared_down")
+                columns = -(-matrix.columns // PANEL) * PANEL if padded else 0
                 held = experts.held if experts is not None and matrix.name in EXPERT_STACKS else 1
                 packed = self._matrix(weights.matrix(matrix.module, matrix.gated, columns, held))
                 setattr(layer if mixture is None or hasattr(layer, matrix.name) else mixture, matrix.name, packed)
@@ -212,10 +218,7 @@ class NativeProgram:
 
     def _mixture(self, experts: Experts) -> Mixture:
         first = experts.held * self.place.comm.rank if experts.ranks > 1 else 0
-        mixture = Mixture(
-            count=experts.count, chosen=experts.chosen, first=first, held=experts.held, over_all=experts.scores == "all",
-            normed=experts.normed,
-        )  # fmt: skip
+        mixture = Mixture(**named_numbers(Mixture, experts), first=first, over_all=experts.scores == "all")
         self._kept.append(mixture)
         return mixture
 
@@ -227,15 +230,16 @@ class NativeProgram:
         return self._ropes[key]
 
     def _describe(self, model: ModelDescription, weights: NativeWeights) -> Model:
-        last_norm = next((vector.module for vector in model.vectors if vector.layer is None), None)  # None: another stage has it
+        norms = {vector.name: self._norm(weights, vector, model.norm) for vector in model.vectors if vector.layer is None}
+        numbers = named_numbers(Model, model) | {
+            "num_layers": len(model.layers), "hidden": model.hidden_size, "vocab": model.vocab_size,
+            "embed_kind": Q8 if self.embed is None else KINDS[self.embed.dtype],
+            "embedding_scale": float(torch.tensor(model.embedding_scale, dtype=weights.dtype)),  # as the makers round
+            "vocab_start": self._vocab_start, "vocab_rows": self._vocab_rows(),
+        }  # fmt: skip
         return Model(
-            num_layers=len(model.layers), hidden=model.hidden_size, vocab=model.vocab_size,
-            embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
-            eps=model.norm.eps, embedding_scale=float(torch.tensor(model.embedding_scale, dtype=weights.dtype)),  # as the makers round
-            logit_scale=model.logit_scale, logit_cap=model.logit_cap or 0.0, layers=self.layers,
-            norm=None if last_norm is None else self._vector(weights, f"{last_norm}.weight"),
-            head=Matrix() if self.head is None else self._matrix(self.head), vocab_start=self._vocab_start,
-            vocab_rows=self._vocab_rows(),
+            **numbers, **norms, layers=self.layers, embed=None if self.embed is None else at(self.embed),
+            head=Matrix() if self.head is None else self._matrix(self.head),
             group=None if self._comm is None else ctypes.pointer(self._comm.group),
         )  # fmt: skip
 
@@ -243,6 +247,10 @@ class NativeProgram:
         if self.head is not None:
             return int(self.head.struct.n)
         return 0 if self.embed is None else len(self.embed)
+
+    def _norm(self, weights: NativeWeights, vector: Vector, shape: NormShape) -> Norm:
+        bias = self._vector(weights, f"{vector.module}.bias") if vector.bias else None
+        return Norm(weight=self._vector(weights, f"{vector.module}.weight"), bias=bias, kind=NORMS[shape.kind], eps=shape.eps)
 
     def _vector(self, weights: NativeWeights, name: str) -> int | None:
         values = weights.vector(name)
@@ -252,6 +260,12 @@ class NativeProgram:
     def _matrix(self, packed: PackedMatrix) -> ctypes.Structure:
         self._kept.append(packed)
         return packed.struct
+
+
+def named_numbers(struct: type[ctypes.Structure], *parts: Any) -> dict[str, Any]:
+    """Returns the numbers of a struct that have the same name in one of these parts of a description; None is 0."""
+    names = [field[0] for field in struct._fields_ if field[1] in (ctypes.c_int32, ctypes.c_float)]
+    return {name: getattr(part, name) or 0 for part in parts for name in names if hasattr(part, name)}
 
 
 def put_shared(described: Step, shared: AllShared) -> None:

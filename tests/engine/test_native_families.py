@@ -16,7 +16,6 @@ from tests.support.native import levels_here
 
 PROMPTS = [[(17 * i + j * j) % (VOCAB - 3) + 3 for j in range(1 + 19 * i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=4, prompt_logprobs=1)
-OFF = ("CohereForCausalLM", "Cohere2ForCausalLM", "BloomForCausalLM")  # the kernels lack a part of their layers
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_batched_tokens": 32, "max_num_seqs": 4,
     "num_gpu_blocks_override": 200,
@@ -33,7 +32,7 @@ def answers(folder: Path, tiny: Tiny, **settings: Any) -> tuple[list[Any], bool,
 
 
 # promise: family-native
-@pytest.mark.parametrize("name", [name for name, tiny in FAMILIES.items() if tiny.architecture not in OFF])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_the_text_of_the_torch_program(name: str, tmp_path: Path) -> None:
     tiny = FAMILIES[name]
     folder = family_model(tmp_path, tiny, seed=21)
@@ -76,8 +75,18 @@ def test_experts_stay_codes_that_a_table_gives_the_numbers_of(tmp_path: Path) ->
     assert len(apart) > 100 and sum(apart) / len(apart) < 0.05, "numbers that experts read are rounded to 8 bits, in steps of few tokens"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "granite", "cohere2", "bloom"])
 def test_paging_is_proven_for_a_family(name: str, tmp_path: Path) -> None:
     """A step in one call also gives the bits of its layers one by one, where they have several block tables."""
     verified = verify_it(family_model(tmp_path, FAMILIES[name], seed=22), dtype="float32")
     assert verified.compared.output_values > 0 and verified.kernels != "torch"
+
+
+def test_each_rank_has_the_slopes_of_its_heads(tmp_path: Path) -> None:
+    tiny = FAMILIES["bloom, six heads"]
+    folder = family_model(tmp_path, tiny, seed=24)
+    texts = []
+    for size in (1, 2):
+        with LLM(str(folder), **SETTINGS, tensor_parallel_size=size) as llm:
+            texts.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    assert all(same_greedy_text(one, other) for one, other in zip(*texts, strict=True))

@@ -40,7 +40,7 @@ from octavo.models.registry import build_model, describe, family_of, read_config
 from octavo.policy.auto import resolved, suited
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import CacheGroup, WindowGroup
-from octavo.policy.description import LayerShape, MLPShape, ModelDescription, NormShape
+from octavo.policy.description import Experts, LayerShape, MLPShape, ModelDescription, NormShape
 from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
 from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
@@ -194,7 +194,7 @@ def test_it_loads_and_computes_what_plain_torch_does(
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=1)
     with caplog.at_level("INFO"), LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, block_size=4, max_num_batched_tokens=8) as llm:
         answers = [output.outputs[0] for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    assert "Native kernels are off for this model, torch computes: layer 1 computes its mixer and its MLP in parallel" in caplog.text
+    assert "Native kernels are off for this model, torch computes: it has a matrix fc" in caplog.text
     for prompt, answer in zip(prompts, answers):
         logprobs = reference_logits(weights, [*prompt, *answer.token_ids]).log_softmax(-1)[len(prompt) - 1 : -1]
         assert list(answer.token_ids) == logprobs.argmax(-1).tolist()
@@ -296,15 +296,17 @@ def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(w
         assert getattr(suited(config, model), setting) is off and suited(config, dense) == config
     layer = dense.layers[0]
     mixer: Any = layer.mixer
+    experts = Experts(count=4, chosen=2)
     for other in (
-        replace(layer, parallel=True), replace(layer, norm=replace(layer.norm, kind="layer")), replace(layer, mlp=MLPShape(8, "gelu")),
-        replace(layer, mixer=replace(mixer, alibi=True)), replace(layer, norm=replace(layer.norm, eps=1e-3)),
+        replace(layer, mixer=replace(mixer, context_ranks=2)), replace(layer, mlp=MLPShape(8, "gelu", experts)),
+        replace(layer, mlp=MLPShape(8, experts=experts), parallel=True),
     ):  # fmt: skip
         assert not suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(other, other))).native
     windowed = replace(layer, mixer=replace(mixer, window=4))
     for other in (
         windowed, replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None, sinks=True)),
-        replace(layer, mlp=MLPShape(8, "geglu")), replace(layer, norms="both", residual_scale=0.5),
+        replace(layer, mlp=MLPShape(8, "geglu")), replace(layer, norms="both", residual_scale=0.5), replace(layer, mlp=MLPShape(8, "gelu")),
+        replace(layer, mixer=replace(mixer, alibi=True)), replace(layer, norm=NormShape(1e-3, "layer", bias=True), parallel=True),
     ):  # fmt: skip
         assert suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(layer, other))).native
     assert graph_refusal(replace(dense, layers=(layer, windowed))) is None

@@ -116,7 +116,7 @@ void run_product(Case &one) {
     Array &counts = one.must("counts"), &x = one.must("x");
     bool gate = one.number("gate");
     for (int64_t i = 0; i < counts.count(); i += threads_ == 1 ? 1 : std::max<int64_t>(1, counts.count() - 1)) {  // threads share panels, whatever the rows
-        int64_t rows = counts.as<int64_t>()[i], n = gate ? packed.matrix.n / 2 : packed.matrix.n;
+        int64_t rows = counts.as<int64_t>()[i], n = gate && one.number("activation") != OCTAVO_GELU ? packed.matrix.n / 2 : packed.matrix.n;
         std::vector<float> some(x.as<float>(), x.as<float>() + rows * packed.matrix.k);  // so that reading past it shows
         Results results{{"y", Result(size_t(rows * n) * sizeof(float))}};
         float *y = results.at("y").as<float>();
@@ -126,10 +126,14 @@ void run_product(Case &one) {
     }
 }
 
+Norm norm_of(Case &one, const std::string &name) {
+    return {one.get<float>(name + ".weight"), one.get<float>(name + ".bias"), one.number(name + ".kind"), float(one.real(name + ".eps"))};
+}
+
 void run_norm(Case &one) {
     Results results{{"stream", Result(one.must("stream"))}, {"y", Result(one.must("stream").bytes.size())}};
-    octavo_add_rms_norm(results.at("stream").as<float>(), one.get<float>("x"), one.must("weight").as<float>(), float(one.real("eps")),
-                        results.at("y").as<float>(), one.number("rows"), one.number("size"));
+    Norm norm = norm_of(one, "norm");
+    octavo_add_norm(results.at("stream").as<float>(), one.get<float>("x"), &norm, results.at("y").as<float>(), one.number("rows"), one.number("size"));
     judge(one, one.title, results);
 }
 
@@ -177,9 +181,9 @@ struct Decoder {
     explicit Decoder(Case &one) {
         model.num_layers = one.number("num_layers"), model.hidden = one.number("hidden"), model.vocab = one.number("vocab");
         model.cache_kind = one.number("cache_kind"), model.embed_kind = one.number("embed_kind");
-        model.eps = float(one.real("eps")), model.embedding_scale = float(one.real("embedding_scale", 1));
+        model.embedding_scale = float(one.real("embedding_scale", 1));
         model.logit_scale = float(one.real("logit_scale", 1)), model.logit_cap = float(one.real("logit_cap"));
-        model.embed = one.get<char>("embed"), model.norm = one.get<float>("norm");
+        model.embed = one.get<char>("embed"), model.embedding_norm = norm_of(one, "embedding_norm"), model.norm = norm_of(one, "norm");
         for (int i = 0; i < model.num_layers; i++) layers.push_back(layer(one, "layer" + std::to_string(i) + "."));
         model.layers = layers.data();
         if (one.find("head.values") || one.find("head.codes")) model.head = weights(one, "head.");
@@ -205,17 +209,18 @@ private:
     }
     Layer layer(Case &one, const std::string &prefix) {
         Layer made{};
-        made.attention_norm = one.get<float>(prefix + "attention_norm"), made.mlp_norm = one.get<float>(prefix + "mlp_norm");
-        made.q_norm = one.get<float>(prefix + "q_norm"), made.k_norm = one.get<float>(prefix + "k_norm");
+        made.attention_norm = norm_of(one, prefix + "attention_norm"), made.mlp_norm = norm_of(one, prefix + "mlp_norm");
+        made.q_norm = norm_of(one, prefix + "q_norm"), made.k_norm = norm_of(one, prefix + "k_norm");
         made.k_cache = cache(one, prefix, "k_cache"), made.v_cache = cache(one, prefix, "v_cache");
         made.k_scale = static_cast<float *>(cache(one, prefix, "k_scale")), made.v_scale = static_cast<float *>(cache(one, prefix, "v_scale"));
         made.heads = one.number("heads"), made.kv_heads = one.number("kv_heads"), made.head_dim = one.number("head_dim");
         made.block_size = one.number("block_size"), made.attention_scale = float(one.real("attention_scale"));
         made.window = one.number(prefix + "window"), made.rotary_dim = int32_t(one.real(prefix + "rotary_dim", made.head_dim));
         made.cos = one.get<float>(prefix + "cos"), made.sin = one.get<float>(prefix + "sin"), made.sinks = one.get<float>(prefix + "sinks");
+        made.alibi = one.get<float>(prefix + "alibi"), made.parallel = one.number("parallel");
         made.whole_norm = one.number(prefix + "whole_norm"), made.soft_cap = float(one.real(prefix + "soft_cap"));
         made.residual_scale = float(one.real("residual_scale", 1)), made.activation = one.number("activation");
-        made.attention_after_norm = one.get<float>(prefix + "attention_after_norm"), made.mlp_after_norm = one.get<float>(prefix + "mlp_after_norm");
+        made.attention_after_norm = norm_of(one, prefix + "attention_after_norm"), made.mlp_after_norm = norm_of(one, prefix + "mlp_after_norm");
         if (one.real(prefix + "qkv.n") == 0) return made;
         made.qkv = weights(one, prefix + "qkv."), made.output = weights(one, prefix + "output.");
         if (one.real(prefix + "mixture.count") > 0) {
@@ -260,13 +265,21 @@ struct Parts {
 
     explicit Parts(Case &one) : decoder(one), stream(one.must("embedded").as<float>(), one.must("embedded").as<float>() + one.must("embedded").count()) {
         normed.resize(stream.size());
+        norm(stream, {}, model.embedding_norm, stream);
         for (int i = 0; i < model.num_layers; i++) {
             const Layer &layer = model.layers[i];
             add(layer.attention_norm);
             Rows qkv = product(layer.qkv, normed, tokens), attended(size_t(tokens * layer.heads * layer.head_dim));
             octavo_write(&model, i, &decoder.step, qkv.data());
             octavo_attend(&model, i, &decoder.step, qkv.data(), attended.data());
-            settle(layer, product(layer.output, attended, tokens), layer.attention_after_norm);
+            Rows beside = product(layer.output, attended, tokens);
+            if (layer.parallel) {
+                const Rows made = mlp(layer);
+                for (size_t j = 0; j < made.size(); j++) beside[j] += made[j];
+                settle(layer, beside, layer.mlp_after_norm);
+                continue;
+            }
+            settle(layer, beside, layer.attention_after_norm);
             add(layer.mlp_norm);
             settle(layer, mlp(layer), layer.mlp_after_norm);
         }
@@ -282,18 +295,18 @@ struct Parts {
     }
 
 private:
-    void norm(Rows &rows, const Rows &more, const float *weight, Rows &y) {
-        octavo_add_rms_norm(rows.data(), more.empty() ? nullptr : more.data(), weight, model.eps, y.data(), tokens, model.hidden);
+    void norm(Rows &rows, const Rows &more, const Norm &by, Rows &y) {
+        octavo_add_norm(rows.data(), more.empty() ? nullptr : more.data(), &by, y.data(), tokens, model.hidden);
     }
-    void add(const float *weight) { norm(stream, added, weight, normed); }
-    void settle(const Layer &layer, Rows rows, const float *weight) {
-        if (weight) norm(rows, {}, weight, rows);
+    void add(const Norm &by) { norm(stream, added, by, normed); }
+    void settle(const Layer &layer, Rows rows, const Norm &by) {
+        norm(rows, {}, by, rows);
         if (layer.residual_scale != 1)
             for (float &number : rows) number *= layer.residual_scale;
         added = std::move(rows);
     }
     Rows mlp(const Layer &layer) {
-        Rows y(layer.mixture ? normed.size() : size_t(tokens * layer.gate_up.n / 2));
+        Rows y(layer.mixture ? normed.size() : size_t(tokens * layer.down.k));
         if (layer.mixture) octavo_mix(layer.mixture, layer.activation, normed.data(), y.data(), tokens);
         else octavo_gate_up(&layer.gate_up, layer.activation, normed.data(), y.data(), tokens, tokens);
         return layer.mixture ? y : product(layer.down, y, tokens);

@@ -4,6 +4,7 @@ sinks, heads that are rotated in part, threads.
 What no row has written is NaN in every case, so a slot read by mistake shows, whatever its weight.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, address
+from octavo.kernels.cpu.levels import add_norm
+from octavo.kernels.cpu.library import BF16, F16, F32, NORMS, Q8, NativeLibrary, Norm
 from octavo.kernels.reference.attention import from_codes, to_codes
-from octavo.kernels.reference.layer import add_rms_norm
 from tests.support.native import error, levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, tree_of_rows, written_twin
+from tests.support.native_weights import NormWeights
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
@@ -67,6 +69,17 @@ def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
         with running(level, threads) as library:
             for window in (1, 2, 15, 16, 17, 63, 64, 65, 100, 1000):
                 check(AttentionCase(rows=MIXED, cache_kind=CACHES[cache], window=window, seed=window), library)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_scores_fall_with_the_distance_of_a_key(level: str, cache: str) -> None:
+    """In whole tasks, of few queries and of many, over shared keys, and where parts of a context are merged; with windows too."""
+    with running(level, 3) as library:
+        for rows, dim, window in ((MIXED, 32, 0), (MIXED, 48, 40), (((1299, 1), (700, 1)), 64, 0), (((900, 33),), 32, 100)):
+            kind = {"cache_kind": CACHES[cache], "head_dim": dim, "window": window, "rotary_dim": 0, "alibi": True}
+            check(AttentionCase(rows=rows, heads=6, **kind), library)  # type: ignore[arg-type]
+        check(tree_of_rows(3, rows=40, heads=6, cache_kind=CACHES[cache], alibi=True), library)
 
 
 @pytest.mark.parametrize(("level", "cache"), PAIRS)
@@ -157,6 +170,7 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         rotary_dim=draw(st.sampled_from((None, 0, 8, 16))),
         soft_cap=draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
         sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -231,12 +245,23 @@ def test_codes_and_scales_have_the_bits_of_the_torch_twins(level: str, dim: int)
 def test_the_stream_is_added_to_and_normed(level: str) -> None:
     random = np.random.default_rng(5)
     for threads in (1, 2):
-        for rows, size in ((1, 1), (3, 15), (7, 16), (2, 31), (40, 576)):
+        for kind, (rows, size) in itertools.product(NORMS, ((1, 2), (3, 15), (7, 16), (2, 31), (40, 576))):
             stream, x = random.standard_normal((2, rows, size), np.float32)
-            weight, y = random.standard_normal(size, np.float32), np.full((rows, size), np.nan, np.float32)
-            for added in (None, x):
-                twin, total = add_rms_norm(*(torch.from_numpy(part.copy()) for part in (x * (added is not None), stream, weight)), 1e-5)
-                got = stream.copy()
+            weight, bias = random.standard_normal((2, size), np.float32)
+            for added, norm in itertools.product((None, x), (NormWeights(weight, None, kind), NormWeights(weight, bias, kind))):
+                total, got = stream if added is None else stream + added, stream.copy()
                 with running(level, threads) as library:
-                    library.call.octavo_add_rms_norm(address(got), address(added), address(weight), 1e-5, address(y), rows, size)
-                assert np.array_equal(got, total.numpy()) and error(y, twin.numpy()) < 1e-6
+                    normed = add_norm(library, norm.struct, got, added)
+                    assert np.array_equal(add_norm(library, Norm(), got.copy(), None), total)
+                assert np.array_equal(got, total) and error(normed, norm.twin(total)) < 1e-6
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_norm_subtracts_a_mean_far_larger_than_the_rest(level: str) -> None:
+    random = np.random.default_rng(6)
+    stream, norm = random.standard_normal((3, 200), np.float32) + np.float32(1000), NormWeights(np.ones(200, np.float32), None, "layer")
+    with running(level) as library:
+        assert error(add_norm(library, norm.struct, stream, None), norm.twin(stream)) < 1e-4
+        stream[1, 7] = np.inf
+        normed = add_norm(library, norm.struct, stream, None)
+        assert np.isnan(normed[1]).any() and np.isfinite(normed[[0, 2]]).all()

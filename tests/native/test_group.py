@@ -13,11 +13,14 @@ LEVELS = levels_here()
 
 
 @pytest.mark.parametrize(
-    "level, size, threads, embed_kind, split_vocab",
-    [(LEVELS[0], 2, 1, F32, True), (LEVELS[-1], 2, 2, F32, False), (LEVELS[-1], 3, 2, Q8, True)],
+    "level, size, threads, embed_kind, split_vocab, kind",
+    [(LEVELS[0], 2, 1, F32, True, "plain"), (LEVELS[-1], 2, 2, F32, False, "cohere"), (LEVELS[-1], 3, 2, Q8, True, "plain")],
 )
-def test_ranks_that_share_a_step_give_what_one_rank_gives(level: str, size: int, threads: int, embed_kind: int, split_vocab: bool) -> None:
-    given = {"level": level, "threads": threads, "embed_kind": embed_kind, "split_vocab": split_vocab}
+def test_ranks_that_share_a_step_give_what_one_rank_gives(
+    level: str, size: int, threads: int, embed_kind: int, split_vocab: bool, kind: str
+) -> None:
+    """In a layer of the kind "cohere", they sum the results of attention and MLP together."""
+    given = {"level": level, "threads": threads, "embed_kind": embed_kind, "split_vocab": split_vocab, "kind": kind}
     with Ranks(size, "tests.support.rank_step:steps", given, slot_bytes=1 << 14) as ranks:
         results = ranks.results()
     for batch in zip(*results, strict=True):

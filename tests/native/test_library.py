@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import logging
 import platform
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -12,14 +11,15 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from octavo import layout
 from octavo.config import CpuIsa
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import levels
 from octavo.kernels.cpu import library as native
+from octavo.kernels.cpu.header import Header
 from octavo.kernels.cpu.levels import Sample, open_native, use_best_level
 from octavo.kernels.cpu.library import (
     F32,
-    FUNCTIONS,
     K_PAD,
     PANEL,
     STRUCTS,
@@ -37,8 +37,6 @@ from octavo.kernels.cpu.library import (
 from octavo.kernels.cpu.packing import pack_float
 from octavo.worker.machine import cpu_flags
 from tests.support.native import levels_here, running, the_library
-
-HEADER = re.sub(r"//.*", "", (Path(native.__file__).parents[2] / "native/octavo.h").read_text())
 
 
 @pytest.fixture
@@ -67,15 +65,49 @@ def test_the_library_is_there_and_offers_what_the_cpu_has() -> None:
     assert the_library().levels == ("portable", *offered)
 
 
-def test_the_header_and_its_python_copy_agree_word_for_word() -> None:
-    declared = dict(re.findall(r"\b(octavo_\w+)\(([^)]*)\);", HEADER))
-    assert {name: len(arguments.split(",")) if arguments != "void" else 0 for name, arguments in declared.items()} == {
-        name: len(arguments) for name, (_, arguments) in FUNCTIONS.items()
+DECLARED = """
+enum { OCTAVO_SEVEN = 7, OCTAVO_NINE = 9 };  // and 11 things that are not
+typedef struct {
+    int32_t first, *second;     // int32_t missing;
+    const Inner *third; Inner fourth;
+    const Other *fifth;
+    float sixth;
+} Outer;
+// int octavo_absent(int level);
+const char *octavo_name(int level);
+void octavo_all(void);
+int64_t octavo_some(const Outer *outer, const float *const *x, float eps,
+                    int64_t rows);  // a comment (with brackets);
+"""
+
+
+class Inner(ctypes.Structure):
+    _fields_ = (("only", ctypes.c_int32),)
+
+
+def test_a_header_is_read_as_a_compiler_reads_it() -> None:
+    header, pointer = Header(DECLARED), ctypes.c_void_p
+    assert header.constants == {"SEVEN": 7, "NINE": 9}
+    expected = {"first": ctypes.c_int32, "second": pointer, "third": ctypes.POINTER(Inner), "fourth": Inner, "fifth": pointer}
+    assert dict(header.fields("Outer", Inner)) == expected | {"sixth": ctypes.c_float}
+    assert header.functions(Inner) == {
+        "octavo_name": (ctypes.c_char_p, [ctypes.c_int]),
+        "octavo_all": (None, []),
+        "octavo_some": (ctypes.c_int64, [pointer, pointer, ctypes.c_float, ctypes.c_int64]),
     }
-    assert f"{{ OCTAVO_PANEL = {PANEL}, OCTAVO_K_PAD = {K_PAD} }}" in HEADER
-    for body, name in re.findall(r"typedef struct \{([^}]*)\} (\w+);", HEADER):
-        fields = [re.sub(r"[\s*]", " ", part).split()[-1] for line in body.split(";") if line.strip() for part in line.split(",")]
-        assert fields == [field[0] for field in {struct.__name__: struct for struct in STRUCTS}[name]._fields_], name
+
+
+@pytest.mark.parametrize(
+    "field, wrong",
+    [("double x;", "the type double"), ("Inner x;", "the type Inner"), ("long int x;", "a field 'int x'"), ("float x[4];", "a field 'x")],
+)
+def test_what_no_class_of_ctypes_is_known_for_is_an_error(field: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        Header(f"typedef struct {{ int32_t good; {field} }} Outer;").fields("Outer")
+
+
+def test_plans_and_kernels_have_the_same_panels() -> None:
+    assert (PANEL, K_PAD) == (layout.PANEL, layout.K_PAD)
 
 
 def test_a_call_that_finds_no_memory_for_its_buffers_is_an_error_and_the_next_one_works() -> None:

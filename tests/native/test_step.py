@@ -117,7 +117,7 @@ def test_the_best_of_equals_is_the_lowest_id_and_nothing_leads_outside(level: st
                 tied.at_once()
                 assert tied.logits[0, other] == tied.logits[0, best]
                 assert tied.best[0] == min(best, other)
-            decoder.norm[:] = np.nan
+            decoder.norm.weight[:] = np.nan
             spoiled = decoder.step(BATCHES[0])
             spoiled.at_once()
             assert np.isnan(spoiled.logits).all() and 0 <= spoiled.best[0] < vocab

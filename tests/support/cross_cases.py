@@ -5,6 +5,7 @@ emulated one. A product may be made in several forms of arithmetic, and each has
 stay near rounding: what is off by more is a mistake.
 """
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -12,15 +13,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.config import CpuIsa
 from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
-from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, NORMS, Q4, Q8
 from octavo.kernels.cpu.packing import Floats
-from octavo.kernels.reference.layer import add_rms_norm
 from tests.support.case_file import Case, Expected, write_cases
 from tests.support.cross_sampling import sampling_cases
 from tests.support.draws import make_logits
@@ -37,7 +36,7 @@ from tests.support.native_attention import (
 )
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_step import BATCHES, HIDDEN, INNER, KINDS, Decoder, Multiply
-from tests.support.native_weights import FEW_ROWS, TOLERANCE, Weights, form_of, gated, make_weights
+from tests.support.native_weights import FEW_ROWS, TOLERANCE, NormWeights, Weights, form_of, gated, make_weights
 
 LEVELS = get_args(CpuIsa)[1:]
 KIND_NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", Q8: "8-bit", Q4: "4-bit"}
@@ -98,7 +97,7 @@ def tabled_cases() -> Iterator[Case]:
             yield from products(random, f"4-bit by a table in groups of {group}, {n} x {k}", weights, False)
         weights = make_weights(None, random, 96, 65, Q4, group, tabled=True)
         yield from products(random, f"4-bit by a table in groups of {group}", weights, True)
-    for activation in ("geglu", "clamped"):
+    for activation in ("geglu", "clamped", "gelu"):
         for kind, group in ((F32, 0), (BF16, 0), (Q8, 32)):
             weights = make_weights(None, random, 96, 100, kind, group)
             yield from products(random, f"{KIND_NAMES[kind]}, {activation}", weights, True, activation=activation)
@@ -177,16 +176,21 @@ def with_mixture(case: Case, weights: MixtureWeights, prefix: str = "") -> None:
 
 def norm_cases() -> Iterator[Case]:
     random = np.random.default_rng(5)
-    for rows, size in ((1, 1), (3, 15), (7, 16), (2, 31), (40, 576)):
+    for kind, (rows, size) in itertools.product(NORMS, ((1, 2), (3, 15), (7, 16), (2, 31), (40, 576))):
         stream, x = random.standard_normal((2, rows, size), np.float32)
-        weight = random.standard_normal(size, np.float32)
-        for added in (None, x):
-            parts = (torch.from_numpy(part.copy()) for part in (x * (added is not None), stream, weight))
-            y, total = (part.numpy() for part in add_rms_norm(*parts, 1e-5))
-            arrays = {"stream": stream, "x": added, "weight": weight}
-            expected = [Expected("stream", "floats", total), Expected("y", "floats", y, "largest", NORM)]
-            title = f"{rows} x {size}{'' if added is None else ' added'}"
-            yield Case("norm", title, {"eps": 1e-5, "rows": rows, "size": size}, arrays, expected)
+        weight, bias = random.standard_normal((2, size), np.float32)
+        for added, norm in itertools.product((None, x), (NormWeights(weight, None, kind), NormWeights(weight, bias, kind))):
+            total = stream if added is None else stream + added
+            expected = [Expected("stream", "floats", total), Expected("y", "floats", norm.twin(total), "largest", NORM)]
+            title = f"{kind}, {rows} x {size}{'' if added is None else ' added'}{'' if norm.bias is None else ' with biases'}"
+            case = Case("norm", title, {"rows": rows, "size": size}, {"stream": stream, "x": added}, expected)
+            with_norm(case, norm, "norm")
+            yield case
+
+
+def with_norm(case: Case, norm: NormWeights, name: str) -> None:
+    case.numbers |= {f"{name}.kind": NORMS[norm.kind], f"{name}.eps": norm.eps}
+    case.arrays |= {f"{name}.weight": norm.weight, f"{name}.bias": norm.bias}
 
 
 # ---- attention
@@ -201,6 +205,7 @@ def attention_cases() -> Iterator[Case]:
         mixes += [replace(base, heads=group * kv, kv_heads=kv, qk_norm=kv == 1, seed=group) for group, kv in groups]
         mixes += [replace(base, window=window, seed=window) for window in (1, 15, 17, 64, 100)]
         mixes += [replace(base, rotary_dim=dim, qk_norm=True, whole_norm=dim != 8, seed=dim) for dim in (0, 8, 20)]
+        mixes += [replace(base, alibi=True, window=window, rotary_dim=0) for window in (0, 20)]
         mixes += [replace(base, soft_cap=cap, sinks=cap != 2, window=20 if cap else 0) for cap in (0.0, 0.5, 2.0)]
         longer = []
         for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((900, 33),), ((0, 300),)):
@@ -208,7 +213,7 @@ def attention_cases() -> Iterator[Case]:
         beside = {"rows": ((1299, 1), (900, 33)), "sinks": True}
         longer += [replace(base, soft_cap=cap, window=window, **beside) for cap, window in ((0.0, 0), (1.0, 300))]  # type: ignore[arg-type]
         longer += [replace(base, rows=TOGETHER[0], shared=TOGETHER[1], heads=6, window=window) for window in (0, 100)]
-        longer.append(replace(base, rows=MANY_TOGETHER[0], shared=MANY_TOGETHER[1], heads=6))
+        longer += [replace(base, rows=MANY_TOGETHER[0], shared=MANY_TOGETHER[1], heads=6, alibi=alibi) for alibi in (False, True)]
         longer += [replace(tree_of_rows(window, heads=6, cache_kind=kind), window=window) for window in (0, 120)]
         for case in mixes + longer:
             yield attend_case(case, name, title_of(case))
@@ -231,7 +236,7 @@ def title_of(case: AttentionCase) -> str:
     rows = f"{case.rows[0][1]} after {case.rows[0][0]}" + (f" and {len(case.rows) - 1} more rows" if len(case.rows) > 1 else "")
     asides = [f"window {case.window}"] * bool(case.window) + ["normed"] * case.qk_norm + ["shared"] * bool(case.shared)
     asides += ["as one"] * case.whole_norm + [f"rotated {case.rotated}"] * (case.rotary_dim is not None)
-    asides += [f"capped at {case.soft_cap}"] * bool(case.soft_cap) + ["sinks"] * case.sinks
+    asides += [f"capped at {case.soft_cap}"] * bool(case.soft_cap) + ["sinks"] * case.sinks + ["ALiBi"] * case.alibi
     return ", ".join([f"heads {case.heads}/{case.kv_heads} of {case.head_dim}", f"blocks of {case.block_size}", rows, *asides])
 
 
@@ -273,14 +278,15 @@ def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, ca
     found.arrays |= {"shared_start": shared.start, "shared_nodes": shared.nodes, "shared_rows": shared.rows}
     with_attention(found, case)
     if case.norms is not None:
-        found.arrays |= {"layer0.q_norm": case.norms[0], "layer0.k_norm": case.norms[1]}
+        for name, weight in zip(("q_norm", "k_norm"), case.norms):
+            with_norm(found, NormWeights(weight), f"layer0.{name}")
     return found
 
 
 def with_attention(found: Case, case: AttentionCase, layer: int = 0) -> None:
     """What a layer's attention is, beside what all layers have alike."""
     numbers = {"window": case.window, "rotary_dim": case.rotated, "whole_norm": case.whole_norm, "soft_cap": case.soft_cap}
-    arrays = {"cos": np.cos(case.angles), "sin": np.sin(case.angles), "sinks": case.sink_scores}
+    arrays = {"cos": np.cos(case.angles), "sin": np.sin(case.angles), "sinks": case.sink_scores, "alibi": case.slopes}
     found.numbers |= {f"layer{layer}.{name}": number for name, number in numbers.items()}
     found.arrays |= {f"layer{layer}.{name}": array for name, array in arrays.items() if array is None or array.size}
 
@@ -288,7 +294,7 @@ def with_attention(found: Case, case: AttentionCase, layer: int = 0) -> None:
 def model_numbers(case: AttentionCase) -> dict[str, float]:
     return {
         "num_layers": 1, "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size,
-        "cache_kind": case.cache_kind, "eps": 1e-6, "attention_scale": case.head_dim**-0.5,
+        "cache_kind": case.cache_kind, "attention_scale": case.head_dim**-0.5,
     }  # fmt: skip
 
 
@@ -331,8 +337,11 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...], name: str = "
     case = Case("step", title, model_numbers(run.case), step_arrays(run.case))
     case.numbers |= {"num_layers": len(decoder.layers), "hidden": HIDDEN, "vocab": decoder.vocab, "embed_kind": decoder.embed_kind}
     case.numbers |= {"activation": ACTIVATIONS[shape.activation], "residual_scale": shape.residual_scale, "logit_cap": shape.logit_cap}
-    case.numbers |= {"embedding_scale": shape.embedding_scale, "logit_scale": shape.logit_scale}
-    case.arrays |= {"token_ids": run.ids, "sample_index": run.samples, "embed": run.embed, "norm": decoder.norm}
+    case.numbers |= {"embedding_scale": shape.embedding_scale, "logit_scale": shape.logit_scale, "parallel": shape.parallel}
+    case.arrays |= {"token_ids": run.ids, "sample_index": run.samples, "embed": run.embed}
+    with_norm(case, decoder.norm, "norm")
+    if decoder.embedding_norm is not None:
+        with_norm(case, decoder.embedding_norm, "embedding_norm")
     with_weights(case, decoder.head, "head.")
     for index, (parts, caches) in enumerate(zip(decoder.layers, run.caches)):
         case.arrays |= cache_arrays(caches, index)
@@ -343,7 +352,7 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...], name: str = "
             elif isinstance(part, MixtureWeights):
                 with_mixture(case, part, f"layer{index}.mixture.")
             else:
-                case.arrays[f"layer{index}.{part_name}"] = part
+                with_norm(case, part, f"layer{index}.{part_name}")
     case.arrays["embedded"] = run.embedded()
     if decoder.kind == decoder.cache_kind == F32:
         run.by_twins(lambda weights, x, _: weights.product(x, "floats"))
@@ -358,11 +367,12 @@ def argmax_cases() -> Iterator[Case]:
             logits = make_logits(kind, vocab, vocab)
             head, one = np.zeros((vocab, 64), np.float32), np.zeros((1, 64), np.float32)
             head[:, 0], one[0, 0] = logits / 8, 1
-            case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0, "eps": 0})
+            case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0})
             zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2, dtype=np.int32), "context_len": np.ones(1, np.int32)}
             ends["tables"] = np.zeros((1, 1), np.int32)
             case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "sample_index": zero, **ends}
-            case.arrays |= {"embed": one, "norm": np.ones(64, np.float32)}
+            case.arrays |= {"embed": one}
+            with_norm(case, NormWeights(np.ones(64, np.float32), eps=0), "norm")
             with_weights(case, Weights(None, head, F32, 0, None, None, {"values": head}), "head.")
             case.expected.append(Expected("logits", "floats", logits[None], "largest", 0.0))  # a zero may lose its sign
             case.expected.append(Expected("best", "floats", logits[None].argmax(1)))

@@ -51,6 +51,10 @@ def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Float
         queries = torch.from_numpy(qkv[case.token_rows == row, : case.heads]).unsqueeze(0)
         mask = causal_mask(torch.tensor([past + new]), new, past + new, case.window or None, torch.float32)
         sinks = None if case.sink_scores is None else torch.from_numpy(case.sink_scores)
+        if case.slopes is not None:  # a mask for each head
+            keys, values = (part.repeat_interleave(case.heads // case.kv_heads, 2) for part in (keys, values))
+            distances = torch.arange(past + new) - torch.arange(past, past + new)[:, None]
+            mask = mask + torch.from_numpy(case.slopes)[None, :, None, None] * distances
         out.append(attend(queries, keys, values, mask, False, case.head_dim**-0.5, case.soft_cap or None, sinks)[0])
     return torch.cat(out).numpy()
 

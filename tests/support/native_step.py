@@ -7,17 +7,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import AttentionCase, from_bf16, to_bf16
-from octavo.kernels.cpu.levels import gate_up, matmul, mix
-from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, Q8, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.levels import add_norm, gate_up, matmul, mix
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, Q8, Layer, Model, NativeLibrary, Norm, Step, address
 from octavo.kernels.cpu.packing import Floats
-from octavo.kernels.reference.layer import rms_norm
 from tests.support.native_attention import attended_twin, stored_twin, written_twin
 from tests.support.native_mixture import Choice, MixtureWeights
-from tests.support.native_weights import Weights, gated, make_weights
+from tests.support.native_weights import NormWeights, Weights, gated, make_weights
 
 Multiply = Callable[[Weights, Floats, int], Floats]  # (weights, x, rows that decide how it is multiplied)
 
@@ -31,6 +29,13 @@ class Kind:
     """What the layers of a model are beyond plain ones."""
 
     norms: str = "before"
+    norm: str = "rms"
+    biases: bool = False  # of norms
+    qk_norm: bool = True
+    embedding_norm: bool = False
+    parallel: bool = False
+    alibi: bool = False
+    inner: int = INNER
     residual_scale: float = 1.0
     activation: str = "swiglu"
     windows: tuple[int, ...] = (0,) * LAYERS
@@ -51,7 +56,11 @@ GEMMA = Kind(
 OLMO = Kind("after", whole_norm=True, residual_scale=0.22, logit_scale=0.125, rotary_dims=(HEAD_DIM, 0, 16))
 OSS = Kind(activation="clamped", windows=(0, 20, 0), sinks=True, experts=Choice(6, 2, over_all=False))
 QWEN = Kind(experts=Choice(7, 3, normed=False, shared_inner=32))
-KINDS = {"gemma": GEMMA, "olmo": OLMO, "oss": OSS, "qwen": QWEN}
+COHERE = Kind(norm="layer", qk_norm=False, parallel=True, residual_scale=0.5, logit_scale=0.25)
+BLOOM = Kind(
+    norm="layer", biases=True, qk_norm=False, embedding_norm=True, alibi=True, activation="gelu", inner=75, rotary_dims=(0,) * LAYERS,
+)  # fmt: skip
+KINDS = {"gemma": GEMMA, "olmo": OLMO, "oss": OSS, "qwen": QWEN, "cohere": COHERE, "bloom": BLOOM}
 
 
 @dataclass
@@ -69,25 +78,31 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(11)
-        before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
+        before, after = ["attention_norm"] + ["mlp_norm"] * (not self.shape.parallel), ["attention_after_norm", "mlp_after_norm"]
         norms = dict.fromkeys({"before": before, "after": after, "both": before + after}[self.shape.norms], HIDDEN)
         whole = (HEADS, KV_HEADS) if self.shape.whole_norm else (1, 1)
-        norms |= {"q_norm": whole[0] * HEAD_DIM, "k_norm": whole[1] * HEAD_DIM}
+        if self.shape.qk_norm:
+            norms |= {"q_norm": whole[0] * HEAD_DIM, "k_norm": whole[1] * HEAD_DIM}
         all_heads, q_heads = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HEADS * HEAD_DIM
         products = {"qkv": (all_heads, HIDDEN), "output": (HIDDEN, q_heads)}
         if self.shape.experts is None:
-            products |= {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+            gates = 1 if self.shape.activation == "gelu" else 2
+            products |= {"gate_up": (gates * self.shape.inner, HIDDEN), "down": (HIDDEN, self.shape.inner)}
         for _ in range(LAYERS):
-            layer: dict[str, Any] = {name: self._normal(size) for name, size in norms.items()}
+            layer: dict[str, Any] = {name: self._norm(size) for name, size in norms.items()}
             layer |= {name: self._weights(*shape) for name, shape in products.items()}
             if self.shape.experts is not None:
                 layer["mixture"] = MixtureWeights.make(self.library, self.random, self.shape.experts, HIDDEN, INNER, self.kind, self.group)
             self.layers.append(layer)
         self.head = self._weights(self.vocab, HIDDEN, plain=True)
-        self.norm, self.table = self._normal(HIDDEN), self._normal(self.vocab, HIDDEN)
+        self.norm, self.table = self._norm(HIDDEN), self._normal(self.vocab, HIDDEN)
+        self.embedding_norm = self._norm(HIDDEN) if self.shape.embedding_norm else None
 
     def _normal(self, *shape: int) -> Floats:
         return self.random.standard_normal(shape, np.float32)
+
+    def _norm(self, size: int) -> NormWeights:
+        return NormWeights(self._normal(size), self._normal(size) if self.shape.biases else None, self.shape.norm)
 
     def _weights(self, n: int, k: int, plain: bool = False) -> Weights:
         return make_weights(self.library, self.random, n, k, self.kind, self.group, plain)
@@ -103,7 +118,7 @@ class Run:
     def __init__(self, decoder: Decoder, case: AttentionCase, sampled: bool) -> None:
         self.decoder, self.case, tokens = decoder, case, len(case.positions)
         shape = decoder.shape
-        asked = {"soft_cap": shape.soft_cap, "sinks": shape.sinks, "whole_norm": shape.whole_norm}
+        asked = {"soft_cap": shape.soft_cap, "sinks": shape.sinks, "whole_norm": shape.whole_norm, "alibi": shape.alibi}
         self.cases = [replace(case, window=window, rotary_dim=dim, **asked) for window, dim in zip(shape.windows, shape.rotary_dims)]
         for each in (case, *self.cases):
             assert np.array_equal(each.tables, case.tables)  # drawn first, so that they are the same
@@ -124,16 +139,17 @@ class Run:
         for index, (parts, caches) in enumerate(zip(decoder.layers, self.caches)):
             layers[index] = self.cases[index].layer(*self.turns[index], *caches)
             layer = layers[index]
-            layer.activation, layer.residual_scale = ACTIVATIONS[shape.activation], shape.residual_scale
+            layer.activation, layer.residual_scale, layer.parallel = ACTIVATIONS[shape.activation], shape.residual_scale, shape.parallel
             for name, part in parts.items():
                 if isinstance(part, MixtureWeights):
                     layer.mixture = ctypes.pointer(part.struct)
                 else:
-                    setattr(layer, name, part.packed.struct if isinstance(part, Weights) else address(part))
+                    setattr(layer, name, part.packed.struct if isinstance(part, Weights) else part.struct)
         return Model(
-            num_layers=LAYERS, hidden=HIDDEN, vocab=decoder.vocab, cache_kind=self.case.cache_kind, embed_kind=decoder.embed_kind, eps=1e-6,
+            num_layers=LAYERS, hidden=HIDDEN, vocab=decoder.vocab, cache_kind=self.case.cache_kind, embed_kind=decoder.embed_kind,
             embedding_scale=shape.embedding_scale, logit_scale=shape.logit_scale, logit_cap=shape.logit_cap, layers=layers,
-            embed=address(self.embed), norm=address(decoder.norm), head=decoder.head.packed.struct,
+            embed=address(self.embed), embedding_norm=struct_of(decoder.embedding_norm), norm=decoder.norm.struct,
+            head=decoder.head.packed.struct,
         )  # fmt: skip
 
     @cached_property
@@ -171,29 +187,30 @@ class Run:
 
     def by_parts(self) -> None:
         library, decoder, tokens = self.decoder.library, self.decoder, len(self.ids)
-        stream, added, normed = self.embedded(), None, np.empty((tokens, HIDDEN), np.float32)
 
-        def norm(rows: Floats, more: Floats | None, weight: Floats | None, y: Floats) -> Floats:
-            library.call.octavo_add_rms_norm(address(rows), address(more), address(weight), 1e-6, address(y), tokens, HIDDEN)
-            return y
+        def norm(rows: Floats, more: Floats | None, by: NormWeights | None) -> Floats:
+            return add_norm(library, struct_of(by), rows, more)
 
-        def settled(rows: Floats, weight: Floats | None) -> Floats:
-            rows = rows if weight is None else norm(rows, None, weight, rows)
+        def settled(rows: Floats, by: NormWeights | None) -> Floats:
+            rows = norm(rows, None, by)
             return rows if decoder.shape.residual_scale == 1 else rows * np.float32(decoder.shape.residual_scale)
 
+        stream, added = norm(self.embedded(), None, decoder.embedding_norm), None
         for index, parts in enumerate(decoder.layers):
-            qkv = matmul(library, parts["qkv"].packed, norm(stream, added, parts.get("attention_norm"), normed))
+            normed = norm(stream, added, parts.get("attention_norm"))
+            qkv = matmul(library, parts["qkv"].packed, normed)
             attended = np.empty((tokens, self.case.heads * self.case.head_dim), np.float32)
             library.call.octavo_write(ctypes.byref(self.model), index, ctypes.byref(self.struct), address(qkv))
             library.call.octavo_attend(ctypes.byref(self.model), index, ctypes.byref(self.struct), address(qkv), address(attended))
-            added = settled(matmul(library, parts["output"].packed, attended), parts.get("attention_after_norm"))
-            norm(stream, added, parts.get("mlp_norm"), normed)
+            beside = matmul(library, parts["output"].packed, attended)
+            if not decoder.shape.parallel:
+                normed = norm(stream, settled(beside, parts.get("attention_after_norm")), parts.get("mlp_norm"))
             if "mixture" in parts:
                 added = mix(library, parts["mixture"].struct, normed, decoder.shape.activation)
             else:
                 added = matmul(library, parts["down"].packed, gate_up(library, parts["gate_up"].packed, normed, decoder.shape.activation))
-            added = settled(added, parts.get("mlp_after_norm"))
-        norm(stream, added, decoder.norm, self.hidden)
+            added = settled(beside + added if decoder.shape.parallel else added, parts.get("mlp_after_norm"))
+        self.hidden[:] = norm(stream, added, decoder.norm)
         if len(self.samples):
             self.logits[:] = matmul(library, decoder.head.packed, self.hidden[self.samples], tokens)
             library.call.octavo_cap_logits(ctypes.byref(self.model), address(self.logits), self.logits.size)
@@ -201,19 +218,22 @@ class Run:
 
     def by_twins(self, multiply: Multiply) -> None:
         """The same without a library: torch and numpy. multiply(weights, x, rows): the product, in the form that is tried."""
-        decoder, shape, stream, tokens = self.decoder, self.decoder.shape, self.embedded(), len(self.ids)
+        decoder, shape, tokens = self.decoder, self.decoder.shape, len(self.ids)
 
-        def norm(x: Floats, weight: Floats | None) -> Floats:
-            return x if weight is None else rms_norm(torch.from_numpy(x), torch.from_numpy(weight), 1e-6).numpy()
+        def norm(x: Floats, by: NormWeights | None) -> Floats:
+            return x if by is None else by.twin(x)
 
+        stream = norm(self.embedded(), decoder.embedding_norm)
         for parts, case, caches in zip(decoder.layers, self.cases, self.caches):
-            projected = multiply(parts["qkv"], norm(stream, parts.get("attention_norm")), tokens).reshape(tokens, -1, case.head_dim)
-            qkv = written_twin(case, projected, (parts["q_norm"], parts["k_norm"]))
+            normed = norm(stream, parts.get("attention_norm"))
+            projected = multiply(parts["qkv"], normed, tokens).reshape(tokens, -1, case.head_dim)
+            qkv = written_twin(case, projected, (parts["q_norm"].weight, parts["k_norm"].weight) if shape.qk_norm else None)
             for cache, after in zip(caches, stored_twin(case, caches, qkv)):
                 cache.values, cache.scale = after.values, after.scale
             mixed = multiply(parts["output"], attended_twin(case, qkv, *caches).reshape(tokens, -1), tokens)
             stream = stream + norm(mixed, parts.get("attention_after_norm")) * np.float32(shape.residual_scale)
-            normed = norm(stream, parts.get("mlp_norm"))
+            if not shape.parallel:
+                normed = norm(stream, parts.get("mlp_norm"))
             if "mixture" in parts:
                 made = parts["mixture"].twin(normed, shape.activation, multiply)
             else:
@@ -238,3 +258,7 @@ class Run:
     def results(self) -> list[NDArray[Any]]:
         stored = [part for caches in self.caches for cache in caches for part in (cache.values, cache.scale) if part is not None]
         return [self.hidden, self.logits, self.best, *stored]
+
+
+def struct_of(norm: NormWeights | None) -> Norm:
+    return Norm() if norm is None else norm.struct

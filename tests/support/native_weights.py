@@ -17,14 +17,35 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu import packing
-from octavo.kernels.cpu.attention_case import from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary
+from octavo.kernels.cpu.attention_case import from_bf16, norm_struct, to_bf16
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, Norm
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
+from octavo.kernels.reference.layer import rms_norm
 
 FEW_ROWS = 16  # up to here weights in codes are multiplied by codes
 SPAN = 32  # columns of x that share a scale, at most
 
 TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 1e-5}  # by form, of the largest result of a product
+
+
+@dataclass
+class NormWeights:
+    weight: Floats
+    bias: Floats | None = None
+    kind: str = "rms"
+    eps: float = 1e-6
+
+    @property
+    def struct(self) -> Norm:
+        """Points to the arrays."""
+        return norm_struct(self.weight, self.bias, self.kind, self.eps)
+
+    def twin(self, x: Floats) -> Floats:
+        numbers, weight = torch.from_numpy(x), torch.from_numpy(self.weight)
+        bias = torch.zeros_like(weight) if self.bias is None else torch.from_numpy(self.bias)
+        if self.kind == "layer":
+            return F.layer_norm(numbers, weight.shape, weight, bias, self.eps).numpy()
+        return (rms_norm(numbers, weight, self.eps) + bias).numpy()
 
 
 @dataclass
@@ -93,7 +114,9 @@ def power_above(numbers: Any) -> Any:
 
 
 def gated(both: Floats, activation: str = "swiglu") -> Floats:
-    """What gates make of a product whose columns are 16 of gate, 16 of up, in turn. [rows, n] -> [rows, n / 2]"""
+    """What gates make of a product whose columns are 16 of gate, 16 of up, in turn: [rows, n] -> [rows, n / 2]. "gelu" has no gate"""
+    if activation == "gelu":
+        return F.gelu(torch.from_numpy(both).double(), approximate="tanh").float().numpy()
     parts = torch.from_numpy(both).double().view(len(both), -1, 2, 16)
     gate, up = parts[:, :, 0].flatten(1), parts[:, :, 1].flatten(1)
     if activation == "swiglu":

@@ -14,7 +14,7 @@ from octavo.kernels.cpu.library import F32, PANEL, Layer, Matrix, Model, NativeL
 from octavo.kernels.cpu.packing import Floats, pack_float
 from octavo.layers.shared_comm import SharedMemoryComm
 from tests.support.native import error, running
-from tests.support.native_step import BATCHES, HEAD_DIM, HEADS, INNER, KV_HEADS, LAYERS, Decoder, Run
+from tests.support.native_step import BATCHES, HEAD_DIM, HEADS, INNER, KINDS, KV_HEADS, LAYERS, PLAIN, Decoder, Run
 from tests.support.native_weights import Weights
 from tests.support.rank_processes import meet
 
@@ -108,7 +108,7 @@ def steps(comm: SharedMemoryComm, given: dict[str, Any]) -> list[dict[str, Any]]
     """Steps of all batches, beside those of the whole decoder in this process: how far off, and the best ids."""
     results = []
     with running(given["level"], given["threads"]) as library:
-        decoder = Decoder(library, F32, 0, given["embed_kind"], F32)
+        decoder = Decoder(library, F32, 0, given["embed_kind"], F32, shape=KINDS.get(given["kind"], PLAIN))
         for rows in BATCHES:
             whole = decoder.step(rows)
             mine = RankRun(library, comm, whole, given["split_vocab"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kernels.cpu.library import BF16, F16, F32, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import BF16, F16, F32, NORMS, Layer, Model, NativeLibrary, Norm, Step, address
 from octavo.kernels.shared_keys import FREE, AllShared, ReadCost, SharedKeys, SharedReads
 
 Floats = NDArray[np.float32]
@@ -30,6 +30,11 @@ def to_bf16(values: Floats) -> NDArray[np.uint16]:
 
 def from_bf16(halves: NDArray[np.uint16]) -> Floats:
     return (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def norm_struct(weight: Floats | None, bias: Floats | None = None, kind: str = "rms", eps: float = 1e-6) -> Norm:
+    """Points to the arrays, but does not keep them alive."""
+    return Norm(weight=address(weight), bias=address(bias), kind=NORMS[kind], eps=eps)
 
 
 @dataclass
@@ -71,6 +76,7 @@ class AttentionCase:
     rotary_dim: int | None = None  # None: all of a head
     soft_cap: float = 0.0
     sinks: bool = False
+    alibi: bool = False
     seed: int = 0
     shared: tuple[int, ...] = ()  # for each row, the number of its first blocks that it shares with another row, all already written
     like: tuple[int, ...] = ()  # for each row, the earlier row that it shares these with; if empty: the previous row
@@ -131,6 +137,11 @@ class AttentionCase:
     def sink_scores(self) -> Floats | None:
         return self._normal(self.heads) * np.float32(2) if self.sinks else None
 
+    @cached_property
+    def slopes(self) -> Floats | None:
+        """Of ALiBi: from one at which only near keys count to one at which distant ones do."""
+        return np.exp2(-np.linspace(0, 8, self.heads, dtype=np.float32)) if self.alibi else None
+
     @property
     def rotated(self) -> int:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
@@ -162,7 +173,7 @@ class AttentionCase:
         qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
         cos, sin = np.cos(self.angles), np.sin(self.angles)
         layer = self.layer(cos, sin, k, v)
-        model, step = Model(num_layers=1, cache_kind=self.cache_kind, eps=1e-6, layers=ctypes.pointer(layer)), self.step()
+        model, step = Model(num_layers=1, cache_kind=self.cache_kind, layers=ctypes.pointer(layer)), self.step()
         library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
         library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
         return qkv, out, k, v
@@ -183,7 +194,8 @@ class AttentionCase:
         return Layer(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, rotary_dim=self.rotated, block_size=self.block_size,
             window=self.window, attention_scale=self.head_dim**-0.5, soft_cap=self.soft_cap, residual_scale=1.0,
-            sinks=address(self.sink_scores), q_norm=address(q_norm), k_norm=address(k_norm), whole_norm=self.whole_norm,
+            sinks=address(self.sink_scores), alibi=address(self.slopes), q_norm=norm_struct(q_norm), k_norm=norm_struct(k_norm),
+            whole_norm=self.whole_norm,
             cos=address(cos), sin=address(sin), k_cache=address(k.values), v_cache=address(v.values), k_scale=address(k.scale),
             v_scale=address(v.scale),
         )  # fmt: skip

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
-from octavo.kernels.cpu.attention_case import AttentionCase
-from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8, Mixture, NativeLibrary, address, find_library
+from octavo.kernels.cpu.attention_case import AttentionCase, norm_struct
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, NORMS, Q4, Q8, Mixture, NativeLibrary, Norm, address, find_library
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference.sampling import Draws
@@ -90,10 +90,10 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
             for activation in ACTIVATIONS if kind in (F32, BF16) else ("swiglu",):
                 gated = gate_up(library, packed, x / np.float32(2), activation)
                 samples.append(Sample(f"{name} {activation} of {rows} rows", gated, tolerance))
-    stream, x, weight = (random.standard_normal(shape, np.float32) for shape in ((3, 200), (3, 200), (200,)))
-    normed = np.empty_like(stream)
-    library.call.octavo_add_rms_norm(address(stream), address(x), address(weight), 1e-5, address(normed), 3, 200)
-    samples += [Sample("norm", normed, EXACT), Sample("sum before the norm", stream, EXACT)]
+    for norm in NORMS:
+        stream, x, weight, bias = (random.standard_normal(shape, np.float32) for shape in ((3, 200), (3, 200), (200,), (200,)))
+        normed = add_norm(library, norm_struct(weight, bias, norm), stream, x)
+        samples += [Sample(f"{norm} norm", normed, EXACT), Sample(f"sum before the {norm} norm", stream, EXACT)]
     for name, tolerance in (("float32", EXACT), ("bfloat16", ROUNDED), ("float16", ROUNDED), ("8-bit", CODES)):
         case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], qk_norm=True, window=500)
         qkv, out, k, v = case.run(library)
@@ -102,6 +102,8 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
         samples.append(Sample(f"attention over a {name} cache", out, min(tolerance, ROUNDED)))
         case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], soft_cap=2.0, sinks=True, rotary_dim=16)
         samples.append(Sample(f"capped attention over a {name} cache", case.run(library)[1], min(tolerance, ROUNDED)))
+        case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], alibi=True, rotary_dim=0)
+        samples.append(Sample(f"attention with ALiBi over a {name} cache", case.run(library)[1], min(tolerance, ROUNDED)))
     return samples + _mixed(library, random) + _sampled(library, random)
 
 
@@ -144,9 +146,16 @@ def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats, tokens: int 
 
 
 def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats, activation: str = "swiglu") -> Floats:
-    """x [rows, k] -> gated values [rows, n / 2]; the rows of the weight alternate, 16 of gate, 16 of up."""
-    y = np.full((len(x), packed.struct.n // 2), np.nan, np.float32)
+    """x [rows, k] -> gated values [rows, n / 2]; the rows of the weight alternate, 16 of gate, 16 of up. "gelu" has no gate: [rows, n]"""
+    y = np.full((len(x), packed.struct.n // (1 if activation == "gelu" else 2)), np.nan, np.float32)
     library.call.octavo_gate_up(ctypes.byref(packed.struct), ACTIVATIONS[activation], address(x), address(y), len(x), len(x))
+    return y
+
+
+def add_norm(library: NativeLibrary, norm: Norm, stream: Floats, x: Floats | None) -> Floats:
+    """Adds x to the stream [rows, size] in place. Returns the stream, normed."""
+    y = np.full(stream.shape, np.nan, np.float32)
+    library.call.octavo_add_norm(address(stream), address(x), ctypes.byref(norm), address(y), *stream.shape)
     return y
 
 

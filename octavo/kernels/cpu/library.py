@@ -1,4 +1,4 @@
-"""The native library, loaded by ctypes: the structs and functions of `octavo/native/octavo.h`, field by field.
+"""The native library, loaded by ctypes: the structs and functions of `octavo/native/octavo.h`.
 
     find_library()    the library of this package, or why there is none: not built, not loadable here, or from another build
 
@@ -9,127 +9,60 @@ caller at a time: threads that call it take turns. A forked child must not call 
 import ctypes
 import functools
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_int
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import layout
+from octavo.kernels.cpu.header import HEADER
 
 PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
-PANEL, K_PAD = layout.PANEL, layout.K_PAD
-F32, BF16, Q8, Q4, F16 = range(5)  # formats of weights and, except Q4, of caches
+CONSTANTS = HEADER.constants
+PANEL, K_PAD = CONSTANTS["PANEL"], CONSTANTS["K_PAD"]
+F32, BF16, Q8, Q4, F16 = (CONSTANTS[name] for name in ("F32", "BF16", "Q8", "Q4", "F16"))  # formats of weights and, except Q4, of caches
+ACTIVATIONS = {name: CONSTANTS[name.upper()] for name in ("swiglu", "geglu", "clamped", "gelu")}
+NORMS = {name: CONSTANTS[f"{name.upper()}_NORM"] for name in ("rms", "layer")}
 NO_MEMORY = -(2**31)  # result of functions that need buffers
-ACTIVATIONS = {"swiglu": 0, "geglu": 1, "clamped": 2}
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = [
-        ("kind", c_int32), ("group", c_int32), ("n", c_int64), ("k", c_int64), ("data", c_void_p),
-        ("scale", c_void_p), ("offset", c_void_p), ("factor", c_float), ("top", c_float), ("bias", c_void_p), ("order", c_void_p),
-        ("table", c_void_p),
-    ]  # fmt: skip
+    _fields_ = HEADER.fields("Matrix")
+
+
+class Norm(ctypes.Structure):
+    _fields_ = HEADER.fields("Norm")
 
 
 class Mixture(ctypes.Structure):
-    _fields_ = [
-        ("count", c_int32), ("chosen", c_int32), ("first", c_int32), ("held", c_int32), ("over_all", c_int32), ("normed", c_int32),
-        ("router", Matrix), ("experts_gate_up", Matrix), ("experts_down", Matrix), ("shared_gate_up", Matrix), ("shared_down", Matrix),
-        ("shared_gate", Matrix),
-    ]  # fmt: skip
+    _fields_ = HEADER.fields("Mixture", Matrix)
 
 
 class Layer(ctypes.Structure):
-    _fields_ = [
-        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("attention_after_norm", c_void_p), ("mlp_after_norm", c_void_p),
-        ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("sinks", c_void_p),
-        ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix), ("mixture", POINTER(Mixture)),
-        ("k_cache", c_void_p), ("v_cache", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p),
-        ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("rotary_dim", c_int32), ("whole_norm", c_int32),
-        ("window", c_int32), ("cache_group", c_int32), ("block_size", c_int32), ("activation", c_int32),
-        ("attention_scale", c_float), ("soft_cap", c_float), ("residual_scale", c_float),
-    ]  # fmt: skip
+    _fields_ = HEADER.fields("Layer", Matrix, Norm, Mixture)
 
 
 class Group(ctypes.Structure):
-    _fields_ = [("memory", c_void_p), ("slot_bytes", c_int64), ("rank", c_int32), ("size", c_int32), ("timeout_ms", c_int32)]
+    _fields_ = HEADER.fields("Group")
 
 
 class Model(ctypes.Structure):
-    _fields_ = [
-        ("num_layers", c_int32), ("hidden", c_int32), ("vocab", c_int32), ("cache_kind", c_int32), ("embed_kind", c_int32),
-        ("eps", c_float), ("embedding_scale", c_float), ("logit_scale", c_float), ("logit_cap", c_float),
-        ("layers", POINTER(Layer)), ("embed", c_void_p), ("norm", c_void_p), ("head", Matrix), ("vocab_start", c_int32),
-        ("vocab_rows", c_int32), ("group", POINTER(Group)),
-    ]  # fmt: skip
-
-
-class SharedNode(ctypes.Structure):
-    """The fields defined in `kernels/shared_keys.py`, which builds arrays of them."""
-
-    _fields_ = [("first", c_int32), ("count", c_int32), ("begin", c_int32), ("end", c_int32)]
+    _fields_ = HEADER.fields("Model", Matrix, Norm, Layer, Group)
 
 
 class Step(ctypes.Structure):
-    _fields_ = [
-        ("num_tokens", c_int32), ("num_rows", c_int32), ("table_width", c_int32), ("num_samples", c_int32),
-        ("slot_stride", c_int64), ("context_stride", c_int64), ("table_stride", c_int64),
-        ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("query_start", c_void_p), ("context_len", c_void_p),
-        ("tables", c_void_p), ("shared_start", c_void_p), ("shared_nodes", c_void_p), ("shared_rows", c_void_p), ("sample_index", c_void_p),
-        ("received", c_void_p), ("passed", c_void_p), ("hidden", c_void_p), ("logits", c_void_p), ("best", c_void_p),
-    ]  # fmt: skip
+    _fields_ = HEADER.fields("Step")
 
 
 class Draws(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("temperature", c_void_p), ("top_p", c_void_p), ("min_p", c_void_p),
-        ("top_k", c_void_p), ("noise", c_void_p), ("positions", c_void_p), ("ids", c_void_p),
-    ]  # fmt: skip
+    _fields_ = HEADER.fields("Draws")
 
 
 class Ranking(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_int64), ("vocab", c_int64), ("count", c_int64), ("logits", c_void_p), ("ids", c_void_p), ("chosen", c_void_p),
-        ("ranks", c_void_p), ("totals", c_void_p), ("near", c_void_p), ("near_ids", c_void_p),
-    ]  # fmt: skip
+    _fields_ = HEADER.fields("Ranking")
 
 
-STRUCTS = (Matrix, Mixture, Layer, Group, Model, SharedNode, Step, Draws, Ranking)
-_MATRIX, _MODEL, _STEP, _GROUP = POINTER(Matrix), POINTER(Model), POINTER(Step), POINTER(Group)
-
-# Function name -> (result type, argument types).
-FUNCTIONS = {
-    "octavo_level_name": (c_char_p, [c_int]),
-    "octavo_cpu_level": (c_int, []),
-    "octavo_set_level": (None, [c_int]),
-    "octavo_level": (c_int, []),
-    "octavo_set_threads": (None, [c_int]),
-    "octavo_threads": (c_int, []),
-    "octavo_step": (c_int, [_MODEL, _STEP]),
-    "octavo_group_bytes": (c_int64, [c_int, c_int64]),
-    "octavo_reduce": (c_int, [_GROUP, c_void_p, c_int64]),
-    "octavo_gather": (c_int, [_GROUP, c_void_p, c_void_p, c_int64]),
-    "octavo_abort": (None, [_GROUP]),
-    "octavo_matmul": (c_int, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
-    "octavo_gate_up": (c_int, [_MATRIX, c_int, c_void_p, c_void_p, c_int64, c_int64]),
-    "octavo_mix": (c_int, [POINTER(Mixture), c_int, c_void_p, c_void_p, c_int64]),
-    "octavo_add_rms_norm": (c_int, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
-    "octavo_write": (c_int, [_MODEL, c_int, _STEP, c_void_p]),
-    "octavo_attend": (c_int, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
-    "octavo_cap_logits": (c_int, [_MODEL, c_void_p, c_int64]),
-    "octavo_draw": (c_int, [POINTER(Draws)]),
-    "octavo_rank": (c_int, [POINTER(Ranking)]),
-    "octavo_uniform": (None, [c_void_p, c_int64, c_void_p, c_int64]),
-    "octavo_pack_float": (None, [_MATRIX, c_void_p, c_void_p]),
-    "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
-    "octavo_unpack_blocks": (None, [c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "octavo_halves": (None, [c_void_p, c_int64, c_float, c_void_p]),
-    "octavo_block_range": (c_float, [c_int, c_void_p, c_int64]),
-    "octavo_pack_blocks": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
-    "octavo_block_floats": (None, [c_int, c_void_p, c_int64, c_int, c_void_p]),
-    "octavo_struct_sizes": (None, [c_void_p]),
-}
+STRUCTS = (Matrix, Norm, Mixture, Layer, Group, Model, Step, Draws, Ranking)
 
 
 class NativeLibrary:
@@ -139,7 +72,7 @@ class NativeLibrary:
         """Raises OSError if it cannot be loaded, AttributeError or ValueError if it is from another build."""
         self.path = path
         self.call = ctypes.CDLL(str(path))
-        for name, (result, arguments) in FUNCTIONS.items():
+        for name, (result, arguments) in HEADER.functions(*STRUCTS).items():
             function = getattr(self.call, name)
             function.restype, function.argtypes = result, arguments
             if result is c_int:
