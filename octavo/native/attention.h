@@ -209,9 +209,9 @@ inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t
         for (int i = 0; i < D; i++) store(acc[r][i], sums + r * width + d + i * LANE_COUNT);
 }
 
-// R queries against a tile. q, sums: [R][width]
+// R queries against a tile. q, sums: [R][width]. Not inlined: in one function with all R, the compiler would unroll less.
 template <int R>
-void attend_tile(const FloatTile &tile, const float *q, int64_t width, const Sight *sight, float scale, float cap, Online *states, float *sums) {
+__attribute__((noinline)) void attend_tile(const FloatTile &tile, const float *q, int64_t width, const Sight *sight, float scale, float cap, Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
     float shrink[R];
     int64_t first, last;
