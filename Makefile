@@ -75,7 +75,7 @@ test: dev ## ruff, then the whole CPU suite, mypy in it (WORKERS=3, RERUNS=0: no
 
 check: dev ## the fast checks: ruff, mypy, house rules, policy
 	$(BIN)/ruff check .
-	$(PYTEST) $(BESIDE) tests/house tests/policy
+	$(PYTEST) $(BESIDE) tests/house tests/policy tests/sizing
 
 sanitize: dev ## the native library's tests, with every access and operation checked
 	@.ci/sanitize

@@ -23,13 +23,13 @@ from octavo.loading.shape import ModelShape
 from octavo.messages import AddRequest, Limits, StepPlan, StepResult
 from octavo.model_config import ModelConfig
 from octavo.models.registry import read_config
-from octavo.policy.auto import resolved
 from octavo.policy.block_pool import BlockPool
 from octavo.policy.kv_manager import KVManager, PrefixHit
-from octavo.policy.memory_plan import GIB, Memory, plan_memory
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
+from octavo.sizing.auto import resolved
+from octavo.sizing.memory_plan import GIB, Memory, plan_memory
 
 MODELS = {"Qwen3-0.6B": loads.QWEN3_06B, "Qwen3-8B": loads.QWEN3_8B}
 TRACES = Path(__file__).resolve().parents[1] / "tests/data/traces"

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from octavo.bench.loads import QWEN3_06B
-from octavo.kernels.row_words import RowLayout
 from octavo.loading.shape import model_shape
 from octavo.messages import NoiseKey, RowFork, StepPlan
 from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs, read_config
+from octavo.step.row_words import RowLayout
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.request_table import RequestTable
 from tests.support.fake import FakeEngine, sampling

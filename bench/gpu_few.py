@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope, load_backend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.comm.comm import NullComm
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain
 from octavo.kernels.reference import sampling as plain_sampling
@@ -26,11 +27,10 @@ from octavo.kernels.triton.attention import fused_decode
 from octavo.kernels.triton.gemv import products
 from octavo.kernels.triton.gemv.tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
 from octavo.kernels.triton.sampling import sample as sampling
-from octavo.layers.comm import NullComm
 from octavo.model_config import RopeConfig
 from octavo.models.dense import DenseModel
 from octavo.models.dense_family import DenseConfig, dense_config
-from octavo.policy.description import NormShape
+from octavo.models.description import NormShape
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -8,7 +8,7 @@ that the memory of CUDA counts, too. The load fills every row and steps of the l
     weights, KV cache, rows    the tensors themselves
     graphs                     what is missing from the GPU once they are captured
     activations                room for logits, and the most in use at once under load beyond what was in use before it
-    other                      what torch does not know of; `context` and `libraries` are the constants of `policy/gpu_size.py`
+    other                      what torch does not know of; `context` and `libraries` are the constants of `sizing/gpu_size.py`
     kept by torch              what it holds beyond all these, for later
 """
 
@@ -25,8 +25,8 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.bench import loads
-from octavo.policy.gpu_size import CONTEXT, LIBRARIES
-from octavo.policy.memory_plan import MemoryPlan
+from octavo.sizing.gpu_size import CONTEXT, LIBRARIES
+from octavo.sizing.memory_plan import MemoryPlan
 from octavo.worker import facts as facts_module
 from octavo.worker.graph_program import Graph
 from octavo.worker.model_runner import ModelRunner

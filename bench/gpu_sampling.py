@@ -19,7 +19,6 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
@@ -27,6 +26,7 @@ from octavo.kernels.triton.sampling.draw import TILING, Tiling, draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.sampling_params import SamplingParams
+from octavo.step.logit_edits import pack, unpack
 from octavo.worker.kernel_calls import kernel_keys
 
 ON_GPU = torch.cuda.is_available()

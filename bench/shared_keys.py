@@ -1,6 +1,6 @@
 """What reading keys together costs and saves: `python bench/shared_keys.py [--torch | --gpu | --host]`.
 
-    nothing     fits NATIVE_COST of octavo/kernels/shared_keys.py: rows that share their first keys, read together and each for itself
+    nothing     fits NATIVE_COST of octavo/step/shared_keys.py: rows that share their first keys, read together and each for itself
     --torch     the same for TORCH_COST
     --gpu       the same for GPU_COST, with the heads of Qwen3-0.6B
     --host      how long a step looks for what its rows share: a step like the one before, one with a new row, one with all new
@@ -24,7 +24,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cpu.attention_case import AttentionCase
 from octavo.kernels.cpu.library import F16, F32, Model, NativeLibrary, address, find_library
-from octavo.kernels.shared_keys import FREE, NATIVE_COST, NOTHING, ReadCost, SharedKeys, SharedReads
+from octavo.step.shared_keys import FREE, NATIVE_COST, NOTHING, ReadCost, SharedKeys, SharedReads
 from octavo.worker.step_sharing import StepTeams
 
 ROWS, KEYS, OWN = (2, 4, 8, 16, 32), (32, 64, 128, 256, 512), 40

@@ -170,7 +170,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """An `EngineConfig` with values for all settings that depend on device and model. `policy/auto.py` makes it."""
+    """An `EngineConfig` with values for all settings that depend on device and model. `sizing/auto.py` makes it."""
 
     device: Literal["cpu", "cuda"]
     kv_cache_layout: Literal["nhd", "hnd"]

@@ -12,17 +12,17 @@ WORD_BITS = 16
 MAX_SPAN = 32  # columns that are interleaved
 SLAB = 1 << 24  # weights that are dequantised at once, for steps of many tokens
 
-# words of a row, before its block tables (`kernels/row_words.py`)
+# words of a row, before its block tables (`step/row_words.py`)
 ROW_HEAD = 8
 NOISE_WORDS = 4  # key, key, stream, high
 
-# words of a step (`kernels/step_tensors.py`)
+# words of a step (`step/step_tensors.py`)
 ENTRY_WORDS = 9 + NOISE_WORDS  # of a scheduled row: an index of two words, seven fields of one, the noise key
 LENGTH_WORDS = 1  # of a scheduled row, for each cache group, besides its block table
 TOKEN_WORDS = 4  # id and position
 SLOT_WORDS = 2  # of a token, for each cache group
 
-# words of the work items and of the shared-prefix groups of decode attention (`kernels/share_words.py`, `kernels/team_words.py`)
+# words of the work items and of the shared-prefix groups of decode attention (`step/share_words.py`, `step/team_words.py`)
 SHARE_LINE = 16
 TEAM_ENTRY, TEAM_LINE = 2, 128  # of a scheduled row, and of a group: there are at most as many groups as rows
 TEAM_LEVELS = 8  # results of groups, per row

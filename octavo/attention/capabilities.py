@@ -31,7 +31,7 @@ class Capabilities:
     verified: bool = True  # whether "contiguous" on the same device computes the same bits over a contiguous cache
 
     def over_context(self) -> "Capabilities":
-        """Returns what remains if ranks share a context: they communicate in every layer (`layers/context_parallel.py`)."""
+        """Returns what remains if ranks share a context: they communicate in every layer (`attention/context_parallel.py`)."""
         return replace(self, features=self.features & (BEFORE_THE_CACHE | {"window"}), graphs="none", in_teams=False)
 
 

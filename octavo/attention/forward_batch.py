@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.kernels.shared_keys import NOTHING, SharedKeys
-from octavo.kernels.team_words import Teams
+from octavo.step.shared_keys import NOTHING, SharedKeys
+from octavo.step.team_words import Teams
 
 Cache = dict[str, Tensor]  # the buffers of one layer: only a mixer knows their names
 

@@ -17,7 +17,7 @@ from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import Sloped, attend_part, zero_tail
 from octavo.kernels.reference.merge import merge_two, with_sinks
-from octavo.kernels.shared_keys import BEGIN, COUNT, END, FIRST
+from octavo.step.shared_keys import BEGIN, COUNT, END, FIRST
 
 Keys = tuple[Tensor, Tensor]  # k and v, [rows, tokens, kv_heads, head_dim] in float32
 

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
+from octavo.attention.mixer import StepLoad
 from octavo.layout import SCORES, SHARE_LINE, TEAM_LEVELS
 from octavo.model_config import RopeConfig
 from octavo.policy.cache_spec import ITEM_BYTES, Buffer
-from octavo.policy.description import StepLoad
 
 T = TypeVar("T")
 FLOAT32 = 4

@@ -16,7 +16,7 @@ from octavo.attention.capabilities import TRITON, TRITON_REGIONS, Capabilities
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
-from octavo.kernels.share_words import DecodeShares
+from octavo.step.share_words import DecodeShares
 
 
 class Shares:

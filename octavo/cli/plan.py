@@ -1,6 +1,6 @@
 """`octavo plan` tells how much memory a model needs. It reads the config and headers of the model, and no weights.
 
-The engine starts by the same plan (`policy/memory_plan.py`). Flags ask "what if": another memory size, context length,
+The engine starts by the same plan (`sizing/memory_plan.py`). Flags ask "what if": another memory size, context length,
 batch, dtype or quantization. The plan is printed as text or as JSON, and can be written as a report.
 """
 
@@ -17,12 +17,12 @@ from octavo.cli.in_out import add_report_flag, can_show, check_target, write_rep
 from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.names import NAME
-from octavo.policy.auto import resolved, suited
-from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
-from octavo.policy.model_size import Codes
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Html, Report, Section, pictured, said, table
 from octavo.server_config import check_setting
+from octavo.sizing.auto import resolved, suited
+from octavo.sizing.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
+from octavo.sizing.model_size import Codes
 from octavo.worker.backends import Run, choose_backends
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype, this_machine
 

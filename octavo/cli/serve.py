@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(config.host, config.port)
     _warn(config)
     from octavo.loading.text_side import open_text_side
-    from octavo.policy.memory_plan import check_max_model_len
+    from octavo.sizing.memory_plan import check_max_model_len
 
     text = open_text_side(engine)
     check_max_model_len(engine.max_model_len, text.model.max_position)

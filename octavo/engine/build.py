@@ -22,12 +22,12 @@ from octavo.loading.shape import dummy_shape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.messages import Limits
 from octavo.model_config import ModelConfig
-from octavo.policy.auto import most_pinned, resolved
 from octavo.policy.block_pool import BlockKey, BlockPool, Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
-from octavo.policy.memory_plan import plan_memory
 from octavo.policy.scheduler import Scheduler
+from octavo.sizing.auto import most_pinned, resolved
+from octavo.sizing.memory_plan import plan_memory
 from octavo.text.tokenizer import Tokenizer
 from octavo.version import __version__
 from octavo.worker.device import compilers_for, device_here

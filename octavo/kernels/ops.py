@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
-from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention, fp8, layer, rows, sampling
 from octavo.kernels.reference import mixture as moe
 from octavo.kernels.reference import partial_attention as partial
-from octavo.kernels.share_words import DecodeShares
-from octavo.kernels.team_words import Teams
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # only rules: this module does not import triton
+from octavo.step.logit_edits import LogitEdits
+from octavo.step.share_words import DecodeShares
+from octavo.step.team_words import Teams
 
 Edits = Tensor | LogitEdits
 P = ParamSpec("P")
@@ -160,7 +160,7 @@ def partial_attention(
 def decode_shares(
     query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, teams: Teams | None
 ) -> DecodeShares | None:
-    """Returns the split-KV work items of this step's decode attention (`kernels/share_words.py`), or None for the torch reference."""
+    """Returns the split-KV work items of this step's decode attention (`step/share_words.py`), or None for the torch reference."""
     if not k_cache.is_cuda:
         return None
     shares: DecodeShares = _triton("attention.paged_attention").shares_of(query_start, context_len, k_cache, window, teams=teams)
@@ -183,7 +183,7 @@ def edit_logits(
     outputs: list[int],  # which rows of logits
     rows: list[int],  # the table row of each
     positions: list[int],  # of the id to sample: only the ids before it count
-    edits: list[Edits],  # the edits of each: packed, on the GPU; else unpacked (`kernels/logit_edits.py`)
+    edits: list[Edits],  # the edits of each: packed, on the GPU; else unpacked (`step/logit_edits.py`)
     token_ids: Tensor,  # [rows, positions]
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:

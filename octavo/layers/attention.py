@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo.attention.backend import NewBackend, QKNorm, Rope
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec, alibi_slopes
-from octavo.layers.comm import Comm
+from octavo.comm.comm import Comm
 from octavo.layers.linear import MergedLinear, RMSNorm, RowParallelLinear
 from octavo.model_config import RopeConfig
 from octavo.quant.schemes import QuantScheme, empty_parameter

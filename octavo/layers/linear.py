@@ -15,9 +15,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from octavo.comm.comm import Comm
 from octavo.kernels.gates import Activation
 from octavo.kernels.ops import add_layer_norm, add_rms_norm, gate_and_mul, gelu, layer_norm, rms_norm, scale_logits
-from octavo.layers.comm import Comm
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from octavo.comm.comm import Comm
 from octavo.kernels.ops import choose_experts, mixture
-from octavo.layers.comm import Comm
 from octavo.layers.linear import Linear, MergedLinear
 from octavo.quant.schemes import Packed, QuantScheme
 

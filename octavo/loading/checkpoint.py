@@ -25,7 +25,7 @@ from octavo.loading.mapped import MappedFile
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
 from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.models.row_order import RowOrder, in_file
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Quantised
 from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import OF_CACHE, QuantConfig
@@ -52,7 +52,7 @@ class Checkpoint(Protocol):
 
 
 class FileCheckpoint(Checkpoint, Protocol):
-    """Weights that can be read in parts, for ranks that share a model (`policy/split.py`)."""
+    """Weights that can be read in parts, for ranks that share a model (`models/split.py`)."""
 
     def check_part(self, name: str, part: Part) -> None:
         """Refuses a part that cannot be read separately. No matrix is read."""

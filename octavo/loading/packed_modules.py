@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.compressed import check_compressed, unpack_compressed
 from octavo.quant.fp8 import Fp8Weight, Quantised, check_fp8, unpack_fp8
 from octavo.quant.quant_config import PARTS, STACKED_CODES, WHOLE_NUMBERS, QuantConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, FileCheckpoint
 from octavo.models.family import Rules
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Quantised
 
 

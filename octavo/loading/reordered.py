@@ -13,7 +13,7 @@ from octavo.loading.checkpoint import WHOLE, FileCheckpoint
 from octavo.model_config import ModelConfig
 from octavo.models.registry import family_of
 from octavo.models.row_order import RowOrder, in_file
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Quantised
 
 

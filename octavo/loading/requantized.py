@@ -2,7 +2,7 @@
 
     auto          unchanged: quantised weights stay quantised, floats stay floats
     none          floats: quantised weights are dequantised
-    int8, int4    8-bit or 4-bit weights in every matrix of a product (`policy/model_size.py` lists which); quantised weights of
+    int8, int4    8-bit or 4-bit weights in every matrix of a product (`sizing/model_size.py` lists which); quantised weights of
                   the file are dequantised first, so that they are rounded a second time
 
 The native program and a GPU store the quantised weights, and torch gets the dequantised ones. A GPU has larger groups. Floats are
@@ -28,13 +28,13 @@ from octavo.loading.loader import weight_targets
 from octavo.loading.packed_modules import cut
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
+from octavo.models.description import ModelDescription
 from octavo.models.registry import describe
-from octavo.policy.description import ModelDescription
-from octavo.policy.model_size import Codes, requantised
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Fp8Weight, Quantised
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.quant_config import FP8_GROUP, QuantConfig, whole_group
+from octavo.sizing.model_size import Codes, requantised
 
 STD = 0.02  # standard deviation of random weights
 FP4_SCALE = 2.0**-9  # or twice that: the numbers of FP4, which a table has doubled, are 5.9 on average

@@ -28,18 +28,18 @@ from octavo.loading.names import HubName
 from octavo.loading.overrides import overridden, read_overridden
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
+from octavo.models.description import EXPERT_STACKS, ModelDescription
 from octavo.models.family import MAX_EXPERTS, Rules, of_expert
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, stage_config
+from octavo.models.split import with_rows_of_rank
+from octavo.models.stages import ONLY, Stage, deal_layers, of_stage, one_table
 from octavo.platforms import is_arm
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
-from octavo.policy.description import EXPERT_STACKS, ModelDescription
-from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
-from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import DECIDING, Codes, Kept, fits_fp8, requantised, weight_bytes
-from octavo.policy.native_size import native_matrices, native_weight_bytes
-from octavo.policy.split import with_rows_of_rank
-from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage, one_table
 from octavo.quant.quant_config import FP8_GROUP, QuantConfig, read_quant_config, whole_group
+from octavo.sizing.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
+from octavo.sizing.memory_plan import ModelNeeds
+from octavo.sizing.model_size import DECIDING, Codes, Kept, fits_fp8, requantised, weight_bytes
+from octavo.sizing.native_size import native_matrices, native_weight_bytes
 
 FLOAT_BITS = 16
 UNPACKED_BYTES = 6  # per weight while it is dequantised: float32, and intermediate parts

@@ -20,7 +20,7 @@ from octavo.loading.renamed import RenamedCheckpoint, RenamedWeights
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import describe, rank_parts
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Quantised, folded
 from octavo.quant.packed import concatenate
 

@@ -20,7 +20,7 @@ from octavo.loading.packed_modules import cut
 from octavo.model_config import ModelConfig
 from octavo.models.family import MAX_EXPERTS, of_expert
 from octavo.models.registry import family_of
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Quantised
 from octavo.quant.packed import PackedWeight, pack
 from octavo.quant.quant_config import MXFP4_GROUP, STACKED_CODES

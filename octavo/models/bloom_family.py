@@ -7,10 +7,10 @@ from typing import Any
 
 from octavo.model_config import NORM_EPSILONS, ConfigReader
 from octavo.models.dense_family import DenseConfig, dense_config, dense_family, interleaved_qk, read_fields, with_defaults
+from octavo.models.description import NormShape
 from octavo.models.family import GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.row_order import ByHead, RowOrder
-from octavo.policy.description import NormShape
 
 BLOOM = "BloomForCausalLM"
 QKV = "transformer.h.*.self_attention.query_key_value"

@@ -27,9 +27,9 @@ from octavo.models.dense_family import (
     read_layer_types,
     with_defaults,
 )
+from octavo.models.description import NormShape
 from octavo.models.family import GGUFForm, Rules
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import NormShape
 
 COHERE, COHERE2 = "CohereForCausalLM", "Cohere2ForCausalLM"
 DEFAULTS: dict[str, Any] = {"logit_scale": 0.0625, "max_position_embeddings": 8192, "tie_word_embeddings": True}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.layers.comm import Comm
+from octavo.comm.comm import Comm
 from octavo.layers.linear import Embedding, LMHead, Norm
 from octavo.model_config import ModelConfig
-from octavo.policy.split import vocabulary_rows
-from octavo.policy.stages import Stage
+from octavo.models.split import vocabulary_rows
+from octavo.models.stages import Stage
 from octavo.quant.schemes import QuantScheme
 
 

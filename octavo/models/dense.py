@@ -5,15 +5,15 @@ from torch import Tensor, nn
 
 from octavo.attention.backend import NewBackend, Rope
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.comm.comm import Comm
 from octavo.kernels.ops import norm_add_norm
 from octavo.layers.attention import Attention, build_rope
-from octavo.layers.comm import Comm
 from octavo.layers.linear import MLP, LayerNorm, Norm, RMSNorm
 from octavo.layers.mixture import Mixture, Routing
 from octavo.models.decoder import Decoder, Scales
 from octavo.models.dense_family import DenseConfig
+from octavo.models.description import MLPShape, NormShape
 from octavo.models.small_batch import SmallBatch, joined
-from octavo.policy.description import MLPShape, NormShape
 from octavo.quant.schemes import UNQUANTIZED, QuantScheme
 
 

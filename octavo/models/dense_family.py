@@ -14,11 +14,11 @@ from typing import Any, cast
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import LoadError
 from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig
+from octavo.models.description import LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
 from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.row_order import Interleaved, RowOrder
-from octavo.policy.description import LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
-from octavo.policy.split import Shared
+from octavo.models.split import Shared
 
 MODEL = "octavo.models.dense:DenseModel"
 SLIDING, FULL = "sliding_attention", "full_attention"

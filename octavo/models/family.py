@@ -2,10 +2,10 @@
 
     rules       the destination of each weight of a checkpoint:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
     read        reads its fields from a config.json, into its own `ModelConfig`
-    describe    the parts of such a model: matrices, layers, caches, activations (`policy/description.py`)
+    describe    the parts of such a model: matrices, layers, caches, activations (`models/description.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        its names in GGUF files, if such files exist
-    shared      the numbers that are divided among tensor parallel ranks (`policy/split.py`); `divided` makes the config of a rank
+    shared      the numbers that are divided among tensor parallel ranks (`models/split.py`); `divided` makes the config of a rank
     cut, deal   its config with some of the layers or experts, for the stages of a pipeline and for expert parallelism
     orders      the rows of its folders that are in another order than the model's (`models/row_order.py`)
 
@@ -21,10 +21,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from octavo.model_config import ConfigReader
+from octavo.models.description import Matrix, ModelDescription, Vector
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.row_order import RowOrder
-from octavo.policy.description import Matrix, ModelDescription, Vector
-from octavo.policy.split import Shared
+from octavo.models.split import Shared
 
 MAX_EXPERTS = 1024  # of a layer: twice what any model has
 

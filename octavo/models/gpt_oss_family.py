@@ -27,10 +27,10 @@ from octavo.models.dense_family import (
     read_fields,
     read_layer_types,
 )
+from octavo.models.description import MLPShape
 from octavo.models.family import Family, GGUFForm, Rule, Rules, Stack
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.mixture_family import deal, describe, expert_rules, gguf_experts, read_experts, shared
-from octavo.policy.description import MLPShape
 
 ARCHITECTURE = "GptOssForCausalLM"
 MLP = "model.layers.*.mlp"

@@ -35,10 +35,10 @@ from octavo.models.dense_family import (
     read_layer_types,
     read_window,
 )
+from octavo.models.description import Experts, Matrix, MLPShape, ModelDescription
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import Experts, Matrix, MLPShape, ModelDescription
-from octavo.policy.split import Shared
+from octavo.models.split import Shared
 
 MOST_OF_ALL_LAYERS = 2**17  # experts: several times as many as any model has, and a bound on names
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"

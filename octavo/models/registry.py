@@ -21,16 +21,16 @@ from octavo.models import (
     qwen_family,
     smollm_family,
 )
+from octavo.models.description import ModelDescription
 from octavo.models.family import FAMILIES, Family, register
+from octavo.models.split import Part, check_split, part_of_vector, parts_of_rank
 from octavo.policy.cache_spec import LayerCacheSpec
-from octavo.policy.description import ModelDescription
-from octavo.policy.split import Part, check_split, part_of_vector, parts_of_rank
 
 if TYPE_CHECKING:
     import torch
 
     from octavo.attention.backend import NewBackend
-    from octavo.layers.comm import Comm
+    from octavo.comm.comm import Comm
     from octavo.models.decoder import Decoder
     from octavo.quant.schemes import QuantScheme
 

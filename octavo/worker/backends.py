@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from octavo.attention.capabilities import BACKENDS, GRAPH_LEVELS, PREFERRED, Capabilities, Device, Graphs
+from octavo.attention.mixer import MixerSpec
 from octavo.attention.spec import AttentionSpec
 from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.log import logger
-from octavo.policy.description import MixerSpec, ModelDescription
+from octavo.models.description import ModelDescription
 
 if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend

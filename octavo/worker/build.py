@@ -12,15 +12,14 @@ from itertools import count
 import torch
 
 from octavo.attention.backend import AttentionBackend, NewBackend, load_backend
+from octavo.attention.context_parallel import over_regions
 from octavo.child import give_back_freed_memory
+from octavo.comm.comm import NullComm
 from octavo.config import Debug
 from octavo.errors import ConfigError
 from octavo.kernels import ops
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
-from octavo.kernels.row_words import RowLayout
-from octavo.layers.comm import NullComm
-from octavo.layers.context_parallel import over_regions
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.renamed import under_rules
@@ -35,9 +34,10 @@ from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, family_of
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.gpu_size import captured_tokens
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
+from octavo.sizing.gpu_size import captured_tokens
+from octavo.step.row_words import RowLayout
 from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults

@@ -7,25 +7,25 @@ from typing import Literal
 import torch
 
 from octavo.attention.capabilities import Device
+from octavo.attention.context_parallel import over_context
+from octavo.comm.comm import Comm
+from octavo.comm.gloo import GlooComm
+from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.fp8_matrix import FP8_EXACT_ROWS, rounds_x
-from octavo.layers.comm import Comm
-from octavo.layers.context_parallel import over_context
-from octavo.layers.gloo_comm import GlooComm
-from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, dummy_shape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
+from octavo.models.description import ModelDescription
 from octavo.models.registry import describe, rank_config
-from octavo.policy.auto import resolved, suited
+from octavo.models.stages import of_stage
 from octavo.policy.cache_spec import CacheGeometry, token_bytes
-from octavo.policy.description import ModelDescription
-from octavo.policy.memory_plan import ModelNeeds, fullest, plan_stages
-from octavo.policy.model_size import Kept
-from octavo.policy.stages import of_stage
+from octavo.sizing.auto import resolved, suited
+from octavo.sizing.memory_plan import ModelNeeds, fullest, plan_stages
+from octavo.sizing.model_size import Kept
 from octavo.worker.backends import Backends, Run, choose_backends, load_backends, log_choices
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype

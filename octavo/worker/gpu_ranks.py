@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from octavo.comm.gloo import GlooComm
+from octavo.comm.nccl import NcclComm
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
-from octavo.layers.gloo_comm import GlooComm
-from octavo.layers.nccl_comm import NcclComm
 from octavo.worker.host_ranks import START_SECONDS, HostMeeting, OnAnswer, OnEnd, Peer, ProcessPeer
 from octavo.worker.places import FILE, LOCAL, nccl_place, place_of
 from octavo.worker.program import Place

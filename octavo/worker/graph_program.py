@@ -2,7 +2,7 @@
 
 A step is padded to the next larger shape; padding computes on the null block and its results are not stored. Steps larger than any
 shape run kernel by kernel at no extra cost: the device computes for longer than the host takes to launch them
-(`policy/gpu_size.py` has the threshold).
+(`sizing/gpu_size.py` has the threshold).
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as rows
     mixed    by 256 to 2048 tokens, then 4096 8192, up to the limit; as many rows as the table has, in small shapes half as many.

@@ -17,10 +17,10 @@ import msgspec
 
 from octavo import errors
 from octavo.child import command, is_stopped
+from octavo.comm.shared_memory import SharedMemoryComm
+from octavo.comm.socket_channel import SocketChannel
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, RankLost
-from octavo.layers.shared_comm import SharedMemoryComm
-from octavo.layers.socket_channel import SocketChannel
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.places import Ends, join
 from octavo.worker.program import Place

@@ -17,12 +17,8 @@ from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
 from octavo.kernels.gates import Gate
-from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
-from octavo.kernels.row_words import RowLayout
-from octavo.kernels.step_tensors import StepMemory
-from octavo.kernels.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.fp8.precompile import fp8_calls
@@ -41,6 +37,10 @@ from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.kernels.triton.step.write_kv import write_kv
+from octavo.step.logit_edits import HEAD
+from octavo.step.row_words import RowLayout
+from octavo.step.step_tensors import StepMemory
+from octavo.step.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.worker.kernel_shapes import KernelShapes
 
 Call = Callable[[], object]

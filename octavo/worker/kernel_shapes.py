@@ -7,10 +7,11 @@ from dataclasses import dataclass, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+from octavo.attention.mixer import MixerSpec
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.kernel_shapes import ExpertShape, Fp8Shape, PackedShape
-from octavo.policy.description import Experts, LayerShape, MixerSpec, ModelDescription
-from octavo.policy.model_size import Codes, Kept
+from octavo.models.description import Experts, LayerShape, ModelDescription
+from octavo.sizing.model_size import Codes, Kept
 
 EXPERTS = "experts_"  # prefix of the names of expert matrices
 

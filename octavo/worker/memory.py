@@ -18,8 +18,8 @@ from pathlib import Path
 
 from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
-from octavo.policy.gpu_size import CONTEXT
-from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, flag_size, plan_memory
+from octavo.sizing.gpu_size import CONTEXT
+from octavo.sizing.memory_plan import LIBRARIES, Memory, ModelNeeds, flag_size, plan_memory
 from octavo.worker.device import torch_gpu
 from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
 

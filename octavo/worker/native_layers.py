@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octavo.kernels.cpu.library import Layer, Matrix, Norm
 from octavo.kernels.cpu.packing import unpack_rows
-from octavo.kernels.shared_keys import AllShared
-from octavo.kernels.step_tensors import StepTensors
+from octavo.step.shared_keys import AllShared
+from octavo.step.step_tensors import StepTensors
 from octavo.worker.kv_store import Caches
 from octavo.worker.native_program import NativeProgram, at, put_shared, step_struct
 

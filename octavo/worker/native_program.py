@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope
 from octavo.attention.spec import AttentionSpec, kv_buffers
+from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.kernels.cpu.library import (
     ACTIVATIONS,
     BF16,
@@ -35,15 +36,14 @@ from octavo.kernels.cpu.library import (
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
-from octavo.kernels.shared_keys import NATIVE_COST, NOTHING, AllShared
-from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.attention import build_rope, slopes_of_rank
-from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
 from octavo.messages import StepPlan
 from octavo.model_config import RopeConfig
+from octavo.models.description import EXPERT_STACKS, Experts, ModelDescription, NormShape, Vector
 from octavo.policy.cache_group import FULL, CacheGroup
-from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription, NormShape, Vector
+from octavo.step.shared_keys import NATIVE_COST, NOTHING, AllShared
+from octavo.step.step_tensors import StepMemory, StepTensors
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import ALONE, Forward, Place, Shape, entries, sizes
 from octavo.worker.rank_sampling import RankSampling

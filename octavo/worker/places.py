@@ -8,13 +8,13 @@
 import torch
 from msgspec import Struct
 
+from octavo.comm.comm import Channel, Comm, NullComm
+from octavo.comm.gloo import GlooComm
+from octavo.comm.nccl import NcclComm
+from octavo.comm.shared_memory import SharedMemoryComm
+from octavo.comm.socket_channel import SocketChannel
 from octavo.config import EngineConfig
-from octavo.layers.comm import Channel, Comm, NullComm
-from octavo.layers.gloo_comm import GlooComm
-from octavo.layers.nccl_comm import NcclComm
-from octavo.layers.shared_comm import SharedMemoryComm
-from octavo.layers.socket_channel import SocketChannel
-from octavo.policy.stages import Stage
+from octavo.models.stages import Stage
 from octavo.worker.program import Place
 
 FILE = "file:"  # prefix of the path of NCCL's store; any other address is that of a gloo group

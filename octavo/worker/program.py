@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.mixer import MixerSpec
 from octavo.attention.spec import AttentionSpec
+from octavo.comm.comm import NOBODY, Channel, Comm
 from octavo.kernels.ops import finish, prepare, sample, team_sizes
-from octavo.kernels.shared_keys import GPU_COST, NOTHING, TORCH_COST
-from octavo.kernels.step_tensors import ENTRY_PARTS, StepMemory, StepTensors, part_words
-from octavo.layers.comm import NOBODY, Channel, Comm
 from octavo.messages import StepPlan
 from octavo.models.decoder import Decoder
 from octavo.models.registry import describe
+from octavo.models.stages import ONLY, Stage
 from octavo.policy.cache_group import FULL, CacheGroup
-from octavo.policy.description import MixerSpec
-from octavo.policy.stages import ONLY, Stage
+from octavo.step.shared_keys import GPU_COST, NOTHING, TORCH_COST
+from octavo.step.step_tensors import ENTRY_PARTS, StepMemory, StepTensors, part_words
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words, send

@@ -10,7 +10,7 @@
                       Result        of a step, if other stages computed the beginning; from the first rank of the last stage
                       Beat          a heartbeat every second, with the steps since the previous one
 
-Ranks of a stage communicate inside the steps (`layers/comm.py`), stages pass hidden states on. The process ends with its parent, and
+Ranks of a stage communicate inside the steps (`comm/comm.py`), stages pass hidden states on. The process ends with its parent, and
 when its pipe is closed. An error in a step ends the rank, and with it the group.
 """
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from octavo.comm.comm import Comm
 from octavo.kernels.reference.philox import LOW32, uniform_at
 from octavo.kernels.reference.sampling import (
     NARROW,
@@ -32,8 +33,7 @@ from octavo.kernels.reference.sampling import (
     nearest,
     scaled,
 )
-from octavo.layers.comm import Comm
-from octavo.policy.split import vocabulary_rows
+from octavo.models.split import vocabulary_rows
 
 AT_ONCE = 16  # rows on a GPU: the noise of many tokens needs much memory
 

@@ -46,8 +46,8 @@ class RankActor:
 
     def _serve(self, data: bytes) -> None:
         from octavo import log
+        from octavo.comm.gloo import GlooComm
         from octavo.config import allow_threads
-        from octavo.layers.gloo_comm import GlooComm
         from octavo.worker.machine import keep_to
         from octavo.worker.places import place_of
         from octavo.worker.rank_process import RankOrders, encode, failure, serve

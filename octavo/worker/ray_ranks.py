@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from octavo.comm.gloo import GlooComm
 from octavo.config import EngineConfig, thread_limit
 from octavo.errors import OctavoError, RankLost
-from octavo.layers.gloo_comm import GlooComm
 from octavo.log import Stopwatch, logger
 from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, ListeningPeer, OnAnswer, OnEnd, Peer, failed
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels import logit_edits, ops
+from octavo.kernels import ops
 from octavo.kernels.ops import Edits, edit_logits
 from octavo.kernels.reference.sampling import ONE, Draws, Ranking, drawn_from, mask_logits, rank_drawn
 from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
-from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
+from octavo.sizing.gpu_size import ADJUSTED_LOGITS
+from octavo.step import logit_edits
 from octavo.worker.executor import Masks, num_drafts
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words, noise_words, redrawn, upload

@@ -28,15 +28,15 @@ from octavo.attention.capabilities import Capabilities
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
+from octavo.comm.comm import Comm
 from octavo.errors import VerifyError
 from octavo.kernels.reference.partial_attention import kept_positions
-from octavo.kernels.shared_keys import AllShared
-from octavo.kernels.step_tensors import StepTensors
-from octavo.layers.comm import Comm
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import LayerCacheSpec
+from octavo.step.shared_keys import AllShared
+from octavo.step.step_tensors import StepTensors
 from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore, PagedStore, poison
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention, NativeLayers

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from octavo.kernels.shared_keys import FREE, NOTHING, ReadCost, SharedKeys, SharedReads
-from octavo.kernels.team_words import ENTRY, LINE, Teams, most_teams, team_words
 from octavo.messages import StepPlan
+from octavo.step.shared_keys import FREE, NOTHING, ReadCost, SharedKeys, SharedReads
+from octavo.step.team_words import ENTRY, LINE, Teams, most_teams, team_words
 from octavo.worker.request_table import RequestTable, send
 
 Keys = list[SharedKeys]  # one per cache group
@@ -51,7 +51,7 @@ def rows_together(keys: Keys) -> int:
 
 
 class StepTeams:
-    """The shared-prefix groups in device memory, for each cache group, at fixed addresses (`kernels/team_words.py`)."""
+    """The shared-prefix groups in device memory, for each cache group, at fixed addresses (`step/team_words.py`)."""
 
     def __init__(self, groups: int, most_rows: int, rows: int, wanted: int, device: torch.device) -> None:
         """`most_rows`: of a step. `rows`: of a group. `wanted`: groups that fill the device"""

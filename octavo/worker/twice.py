@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from octavo.comm.comm import Channel
 from octavo.errors import VerifyError
-from octavo.layers.comm import Channel
 from octavo.worker.program import Place
 
 

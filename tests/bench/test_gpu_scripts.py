@@ -18,8 +18,8 @@ from octavo.bench import loads
 from octavo.config import EngineConfig
 from octavo.loading.shape import ModelShape
 from octavo.models.registry import read_config
-from octavo.policy.auto import resolved
-from octavo.policy.memory_plan import GIB, Memory, plan_memory
+from octavo.sizing.auto import resolved
+from octavo.sizing.memory_plan import GIB, Memory, plan_memory
 from tests.support.story_folder import story_folder
 
 Run = Callable[..., str]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from octavo.cli.config_file import size
 from octavo.cli.main import main
 from octavo.cli.plan import MARKS, WIDTH, _cells
-from octavo.policy.memory_plan import GIB, MIB, Memory
+from octavo.sizing.memory_plan import GIB, MIB, Memory
 from octavo.worker import device, memory
 from tests.cli.processes import ROOT, SECONDS, Typist, environment
 from tests.support.models import stories260k, to_gguf

@@ -15,9 +15,9 @@ from octavo.cli.main import _typed, main
 from octavo.engine import verify as proof
 from octavo.errors import VerifyError
 from octavo.log import logger
-from octavo.policy.memory_plan import shown
 from octavo.report.charts import LABELS, WIDTH, Curve, Part, curves, parts_bar, strip
 from octavo.report.document import Html, tag
+from octavo.sizing.memory_plan import shown
 from tests.cli.processes import FAKE
 from tests.support.models import stories260k, tiny_model
 from tests.support.report_file import HOSTILE, ReportFile

@@ -17,22 +17,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
+from octavo.attention.mixer import StepLoad
 from octavo.cli.config_file import size
+from octavo.comm.comm import NullComm
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.ops import choose_experts
 from octavo.layers import mixture as mixture_layer
-from octavo.layers.comm import NullComm
 from octavo.loading.requantized import DummyCheckpoint
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.models.registry import build_model
 from octavo.platforms import is_arm
-from octavo.policy.activations import step_bytes
-from octavo.policy.auto import resolved
-from octavo.policy.description import StepLoad
-from octavo.policy.gpu_size import CONTEXT
-from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
+from octavo.sizing.activations import step_bytes
+from octavo.sizing.auto import resolved
+from octavo.sizing.gpu_size import CONTEXT
+from octavo.sizing.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
 from octavo.worker import build as build_module
 from octavo.worker import facts as facts_module
 from octavo.worker import machine

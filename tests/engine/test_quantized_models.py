@@ -18,7 +18,7 @@ from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.outputs import RequestOutput
-from octavo.policy.model_size import Codes
+from octavo.sizing.model_size import Codes
 from tests.cli.processes import octavo
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both

@@ -15,7 +15,7 @@ from octavo.config import EngineConfig
 from octavo.engine.verify import verify
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
-from octavo.policy.native_size import native_refusal
+from octavo.sizing.native_size import native_refusal
 from tests.models.test_family import count_given_back
 from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, for_a_gpu, gemma3_with_images, reference_model
 from tests.support.families_gguf import family_gguf

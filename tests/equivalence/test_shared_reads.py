@@ -7,9 +7,9 @@ import pytest
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.verify import verify
-from octavo.kernels.shared_keys import FREE, ReadCost, SharedKeys
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
+from octavo.step.shared_keys import FREE, ReadCost, SharedKeys
 from octavo.worker import native_program, program
 from octavo.worker.step_sharing import StepSharing
 from tests.support.models import tiny_model

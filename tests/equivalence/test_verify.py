@@ -14,10 +14,10 @@ from octavo.config import EngineConfig
 from octavo.engine import verify as proof
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
-from octavo.kernels.row_words import HEAD
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
 from octavo.policy.beam_groups import BeamGroups
+from octavo.step.row_words import HEAD
 from octavo.worker.graph_program import Graph
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams
-from octavo.kernels.shared_keys import FREE, ReadCost
 from octavo.messages import StepPlan
+from octavo.step.shared_keys import FREE, ReadCost
 from octavo.worker import program
 from octavo.worker.graph_program import Graph
 from octavo.worker.program import Shape

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.attention.context_parallel import own_slots
 from octavo.kernels.reference import partial_attention as module
 from octavo.kernels.reference.merge import part_weights
 from octavo.kernels.reference.partial_attention import kept_positions, partial_attention
-from octavo.layers.context_parallel import own_slots
 from tests.support.shared_context import Rows, SharedContext
 
 ROWS = st.lists(st.integers(0, 40).flatmap(lambda context: st.tuples(st.integers(0, context), st.just(context))), min_size=1, max_size=4)

@@ -12,7 +12,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cpu.attention_case import AttentionCase
 from octavo.kernels.cpu.library import F32, Q8
-from octavo.kernels.shared_keys import NOTHING, SharedKeys
+from octavo.step.shared_keys import NOTHING, SharedKeys
 from tests.support.native import error
 from tests.support.native_attention import attended_twin, stored_twin, tree_of_rows, written_twin
 

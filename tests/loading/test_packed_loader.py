@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.backend import load_backend
-from octavo.layers.comm import NullComm
+from octavo.comm.comm import NullComm
 from octavo.layers.linear import Embedding, Linear, LMHead
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.loader import StoredParameters, load_packed, load_weights

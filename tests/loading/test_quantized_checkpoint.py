@@ -15,8 +15,8 @@ from octavo.loading.checkpoint import SafetensorsCheckpoint
 from octavo.loading.files import read_header
 from octavo.loading.resolve import open_checkpoint, resolve_model
 from octavo.loading.shape import StoredWeight, model_shape
-from octavo.policy.model_size import Codes
 from octavo.quant.fp8 import Fp8Weight
+from octavo.sizing.model_size import Codes
 from tests.support.packers import published
 from tests.support.quantized_models import SHAPES, Kind, write_both, write_model
 from tests.support.tiny_files import write_files

@@ -11,7 +11,7 @@ from octavo.errors import LoadError
 from octavo.loading.packed_modules import cut
 from octavo.loading.reordered import ReorderedCheckpoint
 from octavo.models.row_order import ByHead, Interleaved, RowOrder
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import Fp8Weight, Quantised
 from octavo.quant.packed import quantize
 from tests.support.batches import DictCheckpoint

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.attention.backend import load_backend
+from octavo.comm.comm import Comm, NullComm
 from octavo.errors import ConfigError, LoadError
-from octavo.layers.comm import Comm, NullComm
 from octavo.loading.checkpoint import Checkpoint, FileCheckpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from octavo.loading.loader import StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
@@ -22,7 +22,7 @@ from octavo.loading.sharded import ShardedCheckpoint, of_rank
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, rank_config, read_config
-from octavo.policy.split import Part, vocabulary_rows
+from octavo.models.split import Part, vocabulary_rows
 from octavo.quant import packed
 from octavo.quant.quant_config import QuantConfig
 from octavo.quant.schemes import Packed

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from octavo.attention.backend import load_backend
+from octavo.comm.comm import NullComm
 from octavo.errors import LoadError
-from octavo.layers.comm import NullComm
 from octavo.loading.loader import load_weights
 from octavo.loading.requantized import DummyCheckpoint
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, cache_specs, describe, read_config
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
-from octavo.policy.model_size import weight_bytes
+from octavo.sizing.model_size import weight_bytes
 from tests.support.batches import DictCheckpoint, Pool, run_steps
 from tests.support.layer_fields import changed
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.attention.backend import load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import TritonBackend
-from octavo.layers.comm import NullComm
+from octavo.comm.comm import NullComm
 from octavo.models.dense import DenseModel
 from octavo.models.registry import read_config
 from octavo.quant.packed import quantize

@@ -21,12 +21,12 @@ from octavo import LLM, SamplingParams
 from octavo.attention.backend import AttentionBackend, load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
+from octavo.comm.comm import Comm, NullComm
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
 from octavo.kernels.reference.layer import rotate
 from octavo.layers.attention import Attention, build_rope
-from octavo.layers.comm import Comm, NullComm
 from octavo.layers.linear import Linear, RMSNorm, RowParallelLinear
 from octavo.loading.loader import weight_targets
 from octavo.loading.resolve import load_model_config, resolve_model
@@ -34,16 +34,16 @@ from octavo.loading.shape import model_shape
 from octavo.messages import StepPlan
 from octavo.model_config import ConfigReader, ModelConfig, RopeConfig
 from octavo.models.decoder import Decoder
+from octavo.models.description import Experts, LayerShape, MLPShape, ModelDescription, NormShape
 from octavo.models.family import FAMILIES, Family, Rule, Rules, register, vector
 from octavo.models.llama_family import FAMILY as LLAMA
 from octavo.models.registry import build_model, describe, family_of, read_config
-from octavo.policy.auto import resolved, suited
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import CacheGroup, WindowGroup
-from octavo.policy.description import Experts, LayerShape, MLPShape, ModelDescription, NormShape
-from octavo.policy.gpu_size import graph_refusal
-from octavo.policy.memory_plan import GIB, Memory, plan_memory
 from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
+from octavo.sizing.auto import resolved, suited
+from octavo.sizing.gpu_size import graph_refusal
+from octavo.sizing.memory_plan import GIB, Memory, plan_memory
 from octavo.worker.request_table import RequestTable
 
 RULES = Rules(

@@ -8,9 +8,9 @@ from octavo.errors import ConfigError, LoadError
 from octavo.loading.gguf import GGUFTensor, config_dict, gguf_form
 from octavo.loading.shape import ModelShape
 from octavo.models.registry import describe, family_of, rank_config, rank_parts, read_config
+from octavo.models.split import Part
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import blocks_for, one_group, token_bytes
-from octavo.policy.split import Part
 from tests.support.layer_fields import of_layers
 
 SIZES: dict[str, Any] = {

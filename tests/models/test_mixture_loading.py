@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.attention.backend import load_backend
+from octavo.comm.comm import Comm, NullComm
 from octavo.errors import ConfigError, LoadError
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.fp8_matrix import Fp8Matrix
-from octavo.layers.comm import Comm, NullComm
 from octavo.loading.checkpoint import Checkpoint, FileCheckpoint
 from octavo.loading.loader import StoredParameters, load_packed, load_weights
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
@@ -25,7 +25,7 @@ from octavo.loading.stacked import unstacked
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, rank_config
-from octavo.policy.split import Part
+from octavo.models.split import Part
 from octavo.quant.fp8 import folded
 from octavo.quant.schemes import UNQUANTIZED, Packed, repack
 from tests.support.batches import Pool, run_steps

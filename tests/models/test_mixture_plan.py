@@ -10,14 +10,14 @@ import torch
 
 from octavo.attention.backend import load_backend
 from octavo.cli.main import main
+from octavo.comm.comm import NullComm
 from octavo.errors import LoadError
-from octavo.layers.comm import NullComm
 from octavo.loading.shape import model_shape
 from octavo.model_config import ConfigReader
 from octavo.models.mixture_family import read_qwen
 from octavo.models.registry import build_model, describe, rank_config, read_config, stage_config
-from octavo.policy.model_size import Codes
-from octavo.policy.native_size import native_refusal
+from octavo.sizing.model_size import Codes
+from octavo.sizing.native_size import native_refusal
 from tests.support.mixtures import MIXTURES, fused, plain_folder, to_mixture_gguf, to_mxfp4
 
 MIXTRAL = {

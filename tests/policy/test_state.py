@@ -9,8 +9,8 @@ from octavo.engine.build import Started, assemble
 from octavo.errors import EngineError
 from octavo.messages import RowFork, StepPlan
 from octavo.models.registry import read_config
-from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.sizing.auto import resolved
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
 from tests.loading.test_sharded import raw_config

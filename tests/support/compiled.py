@@ -28,7 +28,6 @@ from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
 from octavo.kernels.fp8_matrix import zero_fp8
 from octavo.kernels.gates import Gate
-from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
@@ -47,6 +46,7 @@ from octavo.kernels.triton.step.copy_blocks import copy_blocks
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
 from octavo.kernels.triton.step.write_kv import write_kv
+from octavo.step.logit_edits import HEAD
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it

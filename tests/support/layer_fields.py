@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.attention.spec import AttentionSpec
 from octavo.models.dense_family import DenseConfig
-from octavo.policy.description import LayerShape
+from octavo.models.description import LayerShape
 
 
 def of_layers(config: Any, name: str) -> tuple[Any, ...]:

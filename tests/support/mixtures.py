@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.attention.backend import load_backend
-from octavo.layers.comm import NullComm
+from octavo.comm.comm import NullComm
 from octavo.loading.loader import weight_targets
 from octavo.models.registry import build_model, read_config
 from tests.support.models import interleaved, write_keys, write_tensor

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from octavo.comm.gloo import GlooComm
+from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.errors import RankLost
-from octavo.layers.gloo_comm import GlooComm
-from octavo.layers.shared_comm import SharedMemoryComm
 from tests.support.forked import forked
 from tests.support.native import the_library
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.kernels.cpu.library import F32, PANEL, Layer, Matrix, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import Floats, pack_float
-from octavo.layers.shared_comm import SharedMemoryComm
 from tests.support.native import error, running
 from tests.support.native_step import BATCHES, HEAD_DIM, HEADS, INNER, KINDS, KV_HEADS, LAYERS, PLAIN, Decoder, Run
 from tests.support.native_weights import Weights

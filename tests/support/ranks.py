@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from octavo.layers.comm import NullComm
+from octavo.comm.comm import NullComm
 
 Result = TypeVar("Result")
 SECONDS = 60

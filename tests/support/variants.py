@@ -20,22 +20,22 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from octavo.attention.triton import TritonBackend
+from octavo.comm.comm import NullComm
 from octavo.config import Debug
 from octavo.kernels import ops
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
 from octavo.kernels.kernel_shapes import Fp8Shape, PackedShape
-from octavo.kernels.row_words import RowLayout
 from octavo.kernels.triton.fp8 import products as fp8
-from octavo.layers.comm import NullComm
 from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig, dense_config
+from octavo.models.description import NormShape
 from octavo.models.registry import build_model, cache_specs, describe
-from octavo.policy.description import NormShape
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
+from octavo.step.row_words import RowLayout
 from octavo.worker.compile_process import NoGPU, find_jobs
 from octavo.worker.compilers import DRIVER, Wanted, variant
 from octavo.worker.faults import Faults

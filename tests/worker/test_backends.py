@@ -23,9 +23,9 @@ from octavo.engine.verify import verify
 from octavo.errors import ConfigError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.model_config import RopeConfig
+from octavo.models.description import ModelDescription
 from octavo.models.registry import describe, read_config
-from octavo.policy.auto import resolved
-from octavo.policy.description import ModelDescription
+from octavo.sizing.auto import resolved
 from octavo.worker import facts
 from octavo.worker.backends import Backends, Kind, Run, choose_backends
 from tests.loading.test_sharded import raw_config

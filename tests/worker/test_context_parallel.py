@@ -16,11 +16,11 @@ from octavo.cli.verify import LEAST_REQUESTS
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, RankLost, VerifyError
 from octavo.models.registry import describe, rank_config, rank_parts, read_config
+from octavo.models.stages import ONLY, one_table
 from octavo.outputs import RequestOutput
-from octavo.policy.auto import resolved, suited
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec, one_group
-from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.stages import ONLY, one_table
+from octavo.sizing.auto import resolved, suited
+from octavo.sizing.memory_plan import ModelNeeds
 from octavo.worker.facts import Facts
 from octavo.worker.host_ranks import HostMeeting
 from octavo.worker.places import Ends, join
@@ -172,7 +172,7 @@ def test_every_rank_proves_the_tokens_that_it_keeps(
 
 
 SLIPPED = """
-from octavo.kernels.row_words import HEAD
+from octavo.step.row_words import HEAD
 from octavo.worker.model_runner import ModelRunner
 forward = ModelRunner.forward
 def slipped(self, plan):

@@ -18,9 +18,9 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, RankLost
 from octavo.messages import StepPlan
+from octavo.models.stages import Stage
 from octavo.policy import invariants
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.stages import Stage
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Kept, Masks
 from octavo.worker.fake_runner import FakeRunner

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.kernels.step_tensors import ENTRY_PARTS, part_words
 from octavo.messages import StepPlan
+from octavo.step.step_tensors import ENTRY_PARTS, part_words
 from octavo.worker.graph_program import Graph, shapes
 from octavo.worker.program import PADDING, Shape, entries
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from octavo import SamplingParams
 from octavo.attention.backend import load_backend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.comm.comm import NullComm
 from octavo.kernels.reference.rows import _bad_entries
-from octavo.layers.comm import NullComm
 from octavo.models.decoder import Decoder
 from octavo.models.dense import DenseModel
 from octavo.models.registry import read_config

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from octavo.errors import ConfigError
 from octavo.kernels.cache_layout import Layout
 from octavo.kernels.reference.rows import finish, prepare
-from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
-from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import StepMemory, StepTensors
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
 from octavo.worker.program import Shape, entries, sizes
 from octavo.worker.request_table import RequestTable, send

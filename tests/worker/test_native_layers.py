@@ -10,8 +10,8 @@ import torch
 from octavo import LLM
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.step_tensors import StepTensors
 from octavo.policy.cache_group import FULL
+from octavo.step.step_tensors import StepTensors
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.shadow import Shadow

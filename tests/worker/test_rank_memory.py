@@ -17,7 +17,7 @@ from tests.support.rank_code import change_ranks
 MIB = 2**20
 # as on another host: what it finds is not what rank 0 finds
 SMALLER = """
-from octavo.policy.memory_plan import Memory
+from octavo.sizing.memory_plan import Memory
 from octavo.worker import facts
 facts.memory = lambda config: Memory({} * 2**20)
 """

@@ -12,12 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws, distances, draw, edit_logits, kept, mass_above, nearest
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
+from octavo.step.logit_edits import pack, unpack
 from tests.support.sampled import Rows, Sampled, sample_rows
 
 INF = math.inf

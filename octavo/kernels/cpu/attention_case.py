@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.library import BF16, F16, F32, NORMS, Layer, Model, NativeLibrary, Norm, Step, address
-from octavo.kernels.shared_keys import FREE, AllShared, ReadCost, SharedKeys, SharedReads
+from octavo.step.shared_keys import FREE, AllShared, ReadCost, SharedKeys, SharedReads
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]

@@ -21,9 +21,9 @@ from torch import Tensor
 from octavo.kernels.reference.layer import norm_heads, rotate
 from octavo.kernels.reference.merge import with_sinks
 from octavo.kernels.reference.products import slow_here
-from octavo.kernels.share_words import DEPTH, IN_ALL, LINE, most_shares
-from octavo.kernels.team_words import LEVELS, OWN, Teams
 from octavo.layout import SCORES
+from octavo.step.share_words import DEPTH, IN_ALL, LINE, most_shares
+from octavo.step.team_words import LEVELS, OWN, Teams
 
 
 class Sloped(NamedTuple):
@@ -262,7 +262,7 @@ def decode_shares(
     grain: int,  # tiles of a work item: there are more items as soon as each program would read twice as many tiles
     teams: Teams | None = None,
 ) -> Tensor:
-    """Returns the split-KV work items of decode attention (`kernels/share_words.py`), [lines, LINE] int32. Unused fields are 0."""
+    """Returns the split-KV work items of decode attention (`step/share_words.py`), [lines, LINE] int32. Unused fields are 0."""
     starts, contexts = query_start.tolist(), context_len.tolist()
     shares = torch.zeros(1 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
     entries = [(0, 0)] * len(contexts) if teams is None or not teams.lines[0, 0] else teams.entries.tolist()

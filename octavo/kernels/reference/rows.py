@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
-from octavo.kernels.step_tensors import NO_SLOT, StepTensors
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import NO_SLOT, StepTensors
 
 Words = NDArray[np.int32]
 Arrays = dict[str, NDArray[Any]]

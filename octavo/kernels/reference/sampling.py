@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference.philox import LOW32, uniform, uniform_at
+from octavo.step.logit_edits import LogitEdits
 
 NARROW = 1024
 ONE = 2**40  # the fixed-point probability of the best token; a vocabulary of 2^22 still sums below 2^63

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.kernels.reference import attention as plain_attention
-from octavo.kernels.share_words import ARRIVED, IN_ALL, PARTS
 from octavo.kernels.triton.attention.decode_shares import decode_shares
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.attention.tiles import Tiles
+from octavo.step.share_words import ARRIVED, IN_ALL, PARTS
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

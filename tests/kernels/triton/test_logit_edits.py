@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.triton.sampling import logit_edits as kernels
+from octavo.step.logit_edits import pack, unpack
 from tests.support.asking import Asked, asking
 
 VOCAB = 24

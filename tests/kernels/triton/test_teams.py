@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.kernels import team_words as words_of_teams
 from octavo.kernels.reference import attention as plain_attention
-from octavo.kernels.share_words import DEPTH, IN_ALL, DecodeShares
-from octavo.kernels.shared_keys import FREE, SharedKeys, SharedReads
-from octavo.kernels.team_words import Teams, most_teams, team_words
 from octavo.kernels.triton.attention.decode_shares import decode_shares
 from octavo.kernels.triton.attention.paged_attention import shares_of
 from octavo.kernels.triton.attention.tiles import Tiles
+from octavo.step import team_words as words_of_teams
+from octavo.step.share_words import DEPTH, IN_ALL, DecodeShares
+from octavo.step.shared_keys import FREE, SharedKeys, SharedReads
+from octavo.step.team_words import Teams, most_teams, team_words
 from tests.kernels.triton.test_attention import HEADS, KV_HEADS, Caches, Mix, assert_near, assert_same
 
 SIZE = 16

@@ -17,11 +17,11 @@ with those of its groups.
 import triton
 import triton.language as tl
 
-from octavo.kernels import team_words
 from octavo.kernels.triton.attention.common import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
 from octavo.kernels.triton.attention.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_depth, load_share
 from octavo.kernels.triton.pdl import begin as begin_pdl
 from octavo.kernels.triton.pdl import wait
+from octavo.step import team_words
 
 LN2 = tl.constexpr(LN_2)
 FAN = tl.constexpr(8)  # parts merged at once; more than the number of rounds, see `merge`

@@ -1,4 +1,4 @@
-"""Divides decode attention into split-KV work items, once per step (`kernels/share_words.py`).
+"""Divides decode attention into split-KV work items, once per step (`step/share_words.py`).
 
 There is one program for each row. It counts all rows by itself, which takes no longer than if one program did it, and then writes the
 lines of its own row, which come after those of all longer rows.
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.share_words import (
+from octavo.step.share_words import (
     ARRIVED,
     DEPTH,
     END,
@@ -25,7 +25,7 @@ from octavo.kernels.share_words import (
     DecodeShares,
     most_shares,
 )
-from octavo.kernels.team_words import ENTRY, LEVELS, OWN, Teams
+from octavo.step.team_words import ENTRY, LEVELS, OWN, Teams
 
 ROWS, LINES = 1024, 128  # processed at once
 NO_WINDOW = 2**31 - 1

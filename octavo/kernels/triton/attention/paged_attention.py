@@ -16,8 +16,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.cache_layout import tokens_together
-from octavo.kernels.share_words import DecodeShares, most_parts, most_shares
-from octavo.kernels.team_words import MOST_LEVELS, MOST_ROWS, Teams, most_teams
 from octavo.kernels.triton.attention.common import LOG2_E
 from octavo.kernels.triton.attention.decode import decode
 from octavo.kernels.triton.attention.decode_shares import decode_shares
@@ -27,6 +25,8 @@ from octavo.kernels.triton.attention.teams import read_in_teams
 from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles, team_tiles
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, has_copy_engine
+from octavo.step.share_words import DecodeShares, most_parts, most_shares
+from octavo.step.team_words import MOST_LEVELS, MOST_ROWS, Teams, most_teams
 
 Pair = tuple[Tensor, Tensor]
 Given = tuple[Any, ...]  # arguments that both kernels start with
@@ -90,7 +90,7 @@ def shares_of(
     tiles: Tiles | None = None,
     teams: Teams | None = None,  # not with a window: there rows read alone
 ) -> DecodeShares:
-    """Divides the decode work of this step into work items (`kernels/share_words.py`)."""
+    """Divides the decode work of this step into work items (`step/share_words.py`)."""
     assert teams is None or window is None
     chosen = tiles or decode_tiles(k_cache.dtype, k_cache.shape[3])
     programs = chosen.programs * multiprocessors(k_cache.device)

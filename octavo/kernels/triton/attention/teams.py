@@ -1,4 +1,4 @@
-"""Reads shared keys for cascade (shared-prefix) groups, before each row reads its other keys (`decode.py`); see `kernels/team_words.py`.
+"""Reads shared keys for cascade (shared-prefix) groups, before each row reads its other keys (`decode.py`); see `step/team_words.py`.
 
 A program processes pairs of a group and a KV head: the queries of all rows of the group use each tile of keys, which is loaded once.
 The results of a row are stored as its levels, which the decode kernel merges. The number of programs does not depend on the work,
@@ -8,11 +8,11 @@ since most steps that launch this kernel have no groups.
 import triton
 import triton.language as tl
 
-from octavo.kernels import team_words
 from octavo.kernels.triton.attention.common import begin, load_lines
 from octavo.kernels.triton.attention.decode import LEVELS, put, read_keys
 from octavo.kernels.triton.pdl import begin as begin_pdl
 from octavo.kernels.triton.pdl import wait
+from octavo.step import team_words
 
 AT_BEGIN, AT_END, AT_LEVEL, AT_COUNT, AT_ROWS, WORDS = map(
     tl.constexpr, (team_words.BEGIN, team_words.END, team_words.LEVEL, team_words.COUNT, team_words.ROWS, team_words.LINE)

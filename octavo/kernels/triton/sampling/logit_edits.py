@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import logit_edits as words
+from octavo.step import logit_edits as words
 
 TILE, CHUNK = 2048, 1024
 AT_ALLOWED, AT_BIAS, AT_ENDS, AT_WORDS, AT_LONGEST = map(

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
-from octavo.kernels.step_tensors import NO_SLOT, StepTensors
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import NO_SLOT, StepTensors
 
 TILE = 1024
 AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_NOISE, WORDS_OF_NOISE = map(tl.constexpr, (HEAD, NUM_TOKENS, TEMPERATURE, NOISE, NOISE_WORDS))

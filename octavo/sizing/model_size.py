@@ -12,8 +12,8 @@ untied embedding stay floats.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from octavo.models.description import EXPERT_STACKS, Matrix, ModelDescription
 from octavo.policy.cache_spec import ITEM_BYTES
-from octavo.policy.description import EXPERT_STACKS, Matrix, ModelDescription
 
 SCALE_AND_OFFSET = 4  # bytes for each group of quantised weights
 DECIDING = ("router", "shared_gate")  # small matrices that select the experts and their weights: they stay floats

@@ -12,9 +12,9 @@ from octavo.cli.config_file import size
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.models.registry import describe, read_config
-from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
-from octavo.policy.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
+from octavo.sizing.auto import resolved
+from octavo.sizing.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
 
 MUCH = Memory(2**60)  # more than anything asked for here
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "bfloat16"), "v": Buffer((2, 8), "float32")}) for layer in range(3)]

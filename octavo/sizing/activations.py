@@ -9,8 +9,9 @@ The counts are for the plain torch kernels (`kernels/reference/`, `attention/cpu
 from its allocation to its release.
 """
 
+from octavo.attention.mixer import StepLoad
+from octavo.models.description import EXPERT_STACKS, LayerShape, Matrix, MLPShape, ModelDescription
 from octavo.policy.cache_spec import ITEM_BYTES
-from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, MLPShape, ModelDescription, StepLoad
 
 FLOAT32 = 4
 # Bytes per (row, vocabulary token) at the peak of a top-p draw: logits 4, distances 4, logits of the filtered rows 4, their

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.comm.comm import Comm
+from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import library as native
-from octavo.layers.comm import Comm
-from octavo.layers.shared_comm import SharedMemoryComm
 from tests.support.rank_processes import Ranks, joined_shapes
 
 ROUNDS = 500

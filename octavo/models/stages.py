@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from octavo.errors import ConfigError
-from octavo.policy.description import ModelDescription
+from octavo.models.description import ModelDescription
 
 
 @dataclass(frozen=True, slots=True)

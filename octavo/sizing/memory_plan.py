@@ -18,16 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.attention.mixer import StepLoad
 from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError, in_flag
-from octavo.policy.activations import FLOAT32, step_bytes
+from octavo.models.description import ModelDescription
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec, blocks_for, one_group, split_layers, token_bytes
-from octavo.policy.description import ModelDescription, StepLoad
-from octavo.policy.gpu_size import CONTEXT, FLASHINFER, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
-from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
-from octavo.policy.model_size import largest_matrix
-from octavo.policy.native_size import native_step_bytes
+from octavo.sizing.activations import FLOAT32, step_bytes
+from octavo.sizing.gpu_size import CONTEXT, FLASHINFER, GPU_LIBRARIES, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
+from octavo.sizing.model_size import largest_matrix
+from octavo.sizing.native_size import native_step_bytes
 
 MIB, GIB = 2**20, 2**30
 MOST_CPU_POOL = 4 * GIB

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from octavo.attention.mixer import StepLoad
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.loading.shape import ModelShape
+from octavo.models.description import ModelDescription
 from octavo.models.registry import cache_specs, describe, read_config
-from octavo.policy.auto import resolved
-from octavo.policy.description import ModelDescription, StepLoad
-from octavo.policy.gpu_size import CONTEXT, LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
-from octavo.policy.memory_plan import BYTES_PER_BLOCK, BYTES_PER_WORD, GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
-from octavo.policy.memory_plan import LIBRARIES as LIBRARIES_OF_PYTHON
-from octavo.policy.model_size import Codes
-from tests.policy.test_memory_plan import follow
+from octavo.sizing.auto import resolved
+from octavo.sizing.gpu_size import CONTEXT, LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
+from octavo.sizing.memory_plan import BYTES_PER_BLOCK, BYTES_PER_WORD, GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
+from octavo.sizing.memory_plan import LIBRARIES as LIBRARIES_OF_PYTHON
+from octavo.sizing.model_size import Codes
+from tests.sizing.test_memory_plan import follow
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,

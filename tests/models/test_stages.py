@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.policy.stages import deal_layers
+from octavo.models.stages import deal_layers
 
 
 def read_by(layers: list[int], head: int, cuts: list[int]) -> int:

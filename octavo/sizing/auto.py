@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.log import logger
-from octavo.policy.description import ModelDescription
-from octavo.policy.gpu_size import graph_refusal
-from octavo.policy.native_size import native_refusal
+from octavo.models.description import ModelDescription
+from octavo.sizing.gpu_size import graph_refusal
+from octavo.sizing.native_size import native_refusal
 
 MAX_NUM_SEQS = {"cpu": 256, "cuda": 512}  # on a GPU one read of the weights serves all rows of a step, so many rows pay off
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}

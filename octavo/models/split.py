@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from octavo.errors import ConfigError
-from octavo.policy.description import Matrix, ModelDescription
+from octavo.models.description import Matrix, ModelDescription
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,22 @@
                with scales in float32; floats have the dtype of the run
     a step     the logits of all rows; the residual stream and the largest part of a layer, or the sampler's tensors
     graphs     the memory that captured steps hold: measured on an H200
-    rows       an array of words for each (`kernels/row_words.py`), the tensors of the step, the rotation tables
+    rows       an array of words for each (`step/row_words.py`), the tensors of the step, the rotation tables
 
 Nothing depends on the context length: attention gathers no keys, and builds masks only inside its tiles.
 """
 
 from collections.abc import Mapping
 
+from octavo.attention.mixer import StepLoad
 from octavo.layout import ENTRY_WORDS, LENGTH_WORDS, MAX_SPAN, ROW_HEAD, SLAB, SLOT_WORDS, TEAM_ENTRY, TEAM_LINE, TOKEN_WORDS, WORD_BITS
-from octavo.policy.activations import FLOAT32
-from octavo.policy.description import LayerShape, Matrix, ModelDescription, StepLoad
-from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
+from octavo.models.description import LayerShape, Matrix, ModelDescription
+from octavo.sizing.activations import FLOAT32
+from octavo.sizing.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
-LIBRARIES = 160 * MIB  # compiled kernels, and the workspaces of cuBLAS: allocated while the engine starts
+GPU_LIBRARIES = 160 * MIB  # compiled kernels, and the workspaces of cuBLAS: allocated while the engine starts
 FLASHINFER = 144 * MIB  # its workspaces, for a step with two kinds of layers
 WORD = 4  # bytes
 ADJUSTED_LOGITS = 2**24  # at once, when penalties apply

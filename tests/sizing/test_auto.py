@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
-from octavo.policy.auto import resolved
+from octavo.sizing.auto import resolved
 
 Place = Literal["cpu", "cuda"]
 

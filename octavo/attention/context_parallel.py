@@ -21,9 +21,9 @@ from octavo.attention.cpu import keep, norm_and_rotate
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights, region_places
+from octavo.comm.comm import Comm
 from octavo.kernels.ops import partial_attention, write_kv
 from octavo.kernels.reference.merge import part_weights
-from octavo.layers.comm import Comm
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ padded to 64, or to a group.
 
 from collections.abc import Collection, Mapping
 
+from octavo.attention.mixer import StepLoad
 from octavo.layout import K_PAD, PANEL
-from octavo.policy.activations import FLOAT32
-from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, StepLoad
-from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
+from octavo.models.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription
+from octavo.sizing.activations import FLOAT32
+from octavo.sizing.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matrix: four panels unpacked for many rows
 # Bytes held during loading for each weight of a matrix: the quantised value with its share of the scales, or the float with a share

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.comm.comm import Comm
+from octavo.comm.gloo import GlooComm
 from octavo.errors import RankLost
-from octavo.layers.comm import Comm
-from octavo.layers.gloo_comm import GlooComm
 from tests.support.rank_processes import HOST, Ranks, joined_shapes
 
 ROUNDS = 150

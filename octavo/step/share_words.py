@@ -8,7 +8,7 @@ In that case its parts have equal size, except the last, and are in order, each 
     TOKEN, ROW   its query, and its row in the batch         PART, PARTS   which part, of how many
     KV_HEAD                                                  ARRIVED       counter for merging parts; 0 when idle
     LOW, HIGH    the keys it reads, of a row that ends at END
-    DEPTH        levels of shared-prefix groups of the row (`kernels/team_words.py`): its items start after those keys
+    DEPTH        levels of shared-prefix groups of the row (`step/team_words.py`): its items start after those keys
 
 ARRIVED is modified, so it is in the second half of a line, away from the fields that all programs read.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo import layout
-from octavo.kernels.team_words import Teams
+from octavo.step.team_words import Teams
 
 TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS, ARRIVED, DEPTH = range(10)
 IN_ALL = 0  # field of the header

@@ -10,8 +10,8 @@ from octavo.attention import triton as backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import Shares
 from octavo.kernels.reference.attention import decode_shares
-from octavo.kernels.share_words import IN_ALL, LINE, most_parts, most_shares
-from octavo.kernels.team_words import Teams
+from octavo.step.share_words import IN_ALL, LINE, most_parts, most_shares
+from octavo.step.team_words import Teams
 
 HEADS, TILE = 3, 16
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.row_words import NOISE_WORDS, RowLayout
+from octavo.step.row_words import NOISE_WORDS, RowLayout
 
 ALIGNED = 4  # words
 NO_SLOT = -1  # nothing is stored there

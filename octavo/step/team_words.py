@@ -1,4 +1,4 @@
-"""Cascade (shared-prefix) groups of a step on a GPU, as int32 arrays (`kernels/shared_keys.py` has the tree of shared prefixes).
+"""Cascade (shared-prefix) groups of a step on a GPU, as int32 arrays (`step/shared_keys.py` has the tree of shared prefixes).
 
     nodes   rows 0 2 3 1, keys 0 to 32          groups of 2  keys 0 to 32: rows 0 2     level 0
             rows 0 2, keys 32 to 64                          keys 0 to 32: rows 3 1     level 0
@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo import layout
-from octavo.kernels.shared_keys import SharedKeys, Words
+from octavo.step.shared_keys import SharedKeys, Words
 
 OWN, LEVELS = range(2)  # fields of a scheduled row
 ENTRY = layout.TEAM_ENTRY

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from octavo.attention.spec import TEAM_LEVELS
-from octavo.kernels import team_words as words_of_teams
-from octavo.kernels.shared_keys import FREE, SharedReads
-from octavo.kernels.team_words import LEVELS, MOST_LEVELS, most_teams, team_words
+from octavo.step import team_words as words_of_teams
+from octavo.step.shared_keys import FREE, SharedReads
+from octavo.step.team_words import LEVELS, MOST_LEVELS, most_teams, team_words
 
 SIZE = 16  # tokens of a block
 

@@ -1,0 +1,1 @@
+"""How ranks communicate: processes of one host, of several hosts, or devices."""

@@ -1,0 +1,1 @@
+"""What a model and its steps need in memory, and what `auto` settings resolve to. Nothing here imports torch."""
