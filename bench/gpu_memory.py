@@ -25,7 +25,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.bench import loads
-from octavo.sizing.gpu_size import CONTEXT, LIBRARIES
+from octavo.sizing.gpu_size import CONTEXT, GPU_LIBRARIES
 from octavo.sizing.memory_plan import MemoryPlan
 from octavo.worker import facts as facts_module
 from octavo.worker.graph_program import Graph
@@ -155,7 +155,7 @@ def main() -> None:
         print(f"{what:10} held {held / MIB:9,.0f} MiB, of which torch knows {said['reserved'] / MIB:9,.0f}", flush=True)
         if what == "full load":
             print(table(planned, held, said))
-    print(f"constants: context {CONTEXT / MIB:.0f} MiB, libraries {LIBRARIES / MIB:.0f} MiB")
+    print(f"constants: context {CONTEXT / MIB:.0f} MiB, libraries {GPU_LIBRARIES / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

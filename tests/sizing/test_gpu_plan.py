@@ -14,9 +14,9 @@ from octavo.loading.shape import ModelShape
 from octavo.models.description import ModelDescription
 from octavo.models.registry import cache_specs, describe, read_config
 from octavo.sizing.auto import resolved
-from octavo.sizing.gpu_size import CONTEXT, LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
+from octavo.sizing.gpu_size import CONTEXT, GPU_LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
 from octavo.sizing.memory_plan import BYTES_PER_BLOCK, BYTES_PER_WORD, GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
-from octavo.sizing.memory_plan import LIBRARIES as LIBRARIES_OF_PYTHON
+from octavo.sizing.memory_plan import GPU_LIBRARIES as LIBRARIES_OF_PYTHON
 from octavo.sizing.model_size import Codes
 from tests.sizing.test_memory_plan import follow
 
@@ -196,6 +196,6 @@ def test_a_refusal_names_the_parts_the_share_and_the_knobs() -> None:
     numbers = r"weights 1\.11 GiB, KV cache [\d.]+ MiB, activations [\d.]+ MiB, graphs [\d.]+ MiB, rows [\d.]+ MiB, other 680\.0 MiB"
     share = r"this process may use 1\.80 GiB of the GPU's 2\.00 GiB \(--gpu-memory-utilization\), of which other processes hold 100\.0 MiB"
     assert re.match(rf"this needs [\d.]+ GiB: {numbers}; {share}: ", said), said
-    assert CONTEXT + LIBRARIES == 680 * MIB
+    assert CONTEXT + GPU_LIBRARIES == 680 * MIB
     gone = plan(total=2 * GIB, others=2 * GIB).refusal or ""
     assert "of which other processes hold 2.00 GiB: take a smaller model or free memory; no --max-model-len fits" in gone
