@@ -16,7 +16,7 @@ from octavo.models.registry import cache_specs, describe, read_config
 from octavo.sizing.auto import resolved
 from octavo.sizing.gpu_size import CONTEXT, GPU_LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
 from octavo.sizing.memory_plan import BYTES_PER_BLOCK, BYTES_PER_WORD, GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
-from octavo.sizing.memory_plan import GPU_LIBRARIES as LIBRARIES_OF_PYTHON
+from octavo.sizing.memory_plan import LIBRARIES as LIBRARIES_OF_PYTHON
 from octavo.sizing.model_size import Codes
 from tests.sizing.test_memory_plan import follow
 
