@@ -143,11 +143,11 @@ ON_GPU = (
 
 
 # promise: enough-memory-one
-def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)  # this process's own context is among what is held
     advice = r"lower --kv-cache-memory-bytes to \d+[kmg]( \([\d.]+ [MG]iB\))? or less; the largest --max-model-len that fits is then \d+"
     with pytest.raises(ConfigError, match=rf"^{ON_GPU}: {advice}"):
-        LLM(stories, device="cuda", kv_cache_memory_bytes=6 * GIB)
+        LLM(device="cuda", kv_cache_memory_bytes=6 * GIB)
 
 
 # promise: enough-memory-one

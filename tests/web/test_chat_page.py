@@ -97,7 +97,7 @@ def test_settings_show_the_defaults_go_to_the_model_and_say_beside_the_field_wha
         expect(answers(page).first).to_contain_text("yes")
         (ask,) = llm.asked
         assert (ask.params.temperature, ask.params.top_p, ask.params.max_tokens, ask.params.seed) == (0.5, 0.9, 7, 11)
-        assert ask.prompt == "<system>Be brief.<user>Hello<assistant>"
+        assert llm.prompt() == "<system>Be brief.<user>Hello<assistant>"
         page.get_by_label("Temperature").fill("0.7")
         expect(page.locator(".numbers .trouble").first).to_be_empty()
 

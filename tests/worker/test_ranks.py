@@ -203,7 +203,8 @@ def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
     write = RowWrite(0, 5, array("i", [1, 2, 3]), 2, 0, [[4]], params, (2,), [[1, 2]], noise, b"x")
     fork = RowFork(2, 0, 6, NoiseKey((9, 2), 3, 4))
     plan = StepPlan(
-        7, [0], [5], [0], [3], [True], [(0, 0, 0, 1)], [(1, 2)], [write], [fork], [(1, 4)], [(1, 9)], [0],
+        7, [0], [5], [0], [3], outputs=[2], drafts={0: [4]}, new_blocks=[(0, 0, 0, 1)], copies=[(1, 2)], row_writes=[write],
+        row_forks=[fork], lengths=[(1, 4)], last_ids=[(1, 9)], mask_rows=[0], group_lengths={1: [2]},
     )  # fmt: skip
     masks = np.arange(8, dtype=np.int32).reshape(2, 4)
     path = tmp_path / "pipe"
