@@ -103,7 +103,7 @@ class Engine:
         longest = (machine.num_blocks - 1) * machine.block_size
         limits = Limits(machine.rows, machine.budget, longest, VOCAB, machine.num_blocks, machine.block_size)
         self.core = EngineCore(Scheduler(self.kv, limits), MadeUp(), depth=1)
-        self.news = CacheUpdates(self.kv.pool)
+        self.updates = CacheUpdates(self.kv.pool)
         self.busy = False
 
     def step(self) -> tuple[float, list[Delta], CacheChange | None]:
@@ -111,7 +111,7 @@ class Engine:
         before = self.core.scheduler.stats.step_tokens
         deltas = self.core.step()
         tokens = self.core.scheduler.stats.step_tokens - before
-        return self.machine.step_ms + tokens * self.machine.token_ms, deltas, self.news.take()
+        return self.machine.step_ms + tokens * self.machine.token_ms, deltas, self.updates.take()
 
 
 class Simulation:

@@ -368,12 +368,12 @@ class LLM:
         try:
             with DeferredInterrupt():
                 self._add(ids, encoded, params, [0] * len(ids), reader)
-            while len(reader.finished) < len(ids) or reader.news:  # in this order: the last may come between the two
-                if not reader.news:
+            while len(reader.finished) < len(ids) or reader.updates:  # in this order: the last may come between the two
+                if not reader.updates:
                     with DeferredInterrupt():
                         self._pump()
-                while reader.news:
-                    yield reader.news.popleft()
+                while reader.updates:
+                    yield reader.updates.popleft()
         finally:
             self._in_a_turn(partial(self._drop, ids))
 

@@ -62,13 +62,13 @@ class Reader:
     """Receives the updates of the requests of one call or stream, in any thread."""
 
     def __init__(self, progress: GenerateProgress | None = None) -> None:
-        self.news: deque[TextDelta] = deque()  # of a stream: not read yet
+        self.updates: deque[TextDelta] = deque()  # of a stream: not read yet
         self.finished: dict[str, RequestOutput] = {}
         self._progress = progress
 
     def push(self, delta: TextDelta) -> None:
         if self._progress is None:
-            self.news.append(delta)
+            self.updates.append(delta)
         else:
             self._progress.count(0, 0, len(delta.token_ids))
 

@@ -101,7 +101,7 @@ class Grammars:
 
     def collect(self, scheduler: Scheduler) -> list[Delta]:
         """Releases requests whose grammar is compiled, ends requests whose grammar failed, and forgets requests that have ended."""
-        news: list[Delta] = []
+        updates: list[Delta] = []
         self._forget([name for name in (*self._jobs, *self._guided) if name not in scheduler.requests])
         for name, job in list(self._jobs.items()):
             late = self._late or time.monotonic() > job.due
@@ -110,28 +110,28 @@ class Grammars:
             del self._jobs[name]
             error = None if late else job.compiled.exception()
             if late:
-                news += _end_request(scheduler, name, f"{PARAM} took more than {COMPILE_SECONDS:.0f} s to compile", BUSY)
+                updates += _end_request(scheduler, name, f"{PARAM} took more than {COMPILE_SECONDS:.0f} s to compile", BUSY)
             elif isinstance(error, OctavoError):
-                news += _end_request(scheduler, name, str(error))
+                updates += _end_request(scheduler, name, str(error))
             elif error is not None:
-                news += _end_request(scheduler, name, f"{PARAM} could not be compiled: {error!r}", BUSY)
+                updates += _end_request(scheduler, name, f"{PARAM} could not be compiled: {error!r}", BUSY)
             elif job.compiled.result().failed:  # it failed for an earlier request
-                news += _end_request(scheduler, name, f"{PARAM} cannot be followed: {job.compiled.result().failed}")
+                updates += _end_request(scheduler, name, f"{PARAM} cannot be followed: {job.compiled.result().failed}")
             else:
                 self._guided[name] = _Guided(job.compiled.result())
                 scheduler.requests[name].held = False
-                news += self._catch_up(scheduler, scheduler.requests[name])
+                updates += self._catch_up(scheduler, scheduler.requests[name])
         scheduler.mask_turns = self._turns(scheduler)
-        return news
+        return updates
 
     def _catch_up(self, scheduler: Scheduler, request: Request) -> list[Delta]:
         """Advances the matchers of a request that began in another engine over the tokens it already has."""
-        news: list[Delta] = []
+        updates: list[Delta] = []
         for seq in request.sequences.copy():
             if seq.num_tokens > request.num_prompt:
                 said = Delta(request.request_id, seq.index, list(seq.token_ids[request.num_prompt :]))
-                news += self._advance(scheduler, said, self._guided[request.request_id].matcher(seq.index))
-        return news
+                updates += self._advance(scheduler, said, self._guided[request.request_id].matcher(seq.index))
+        return updates
 
     def _turns(self, scheduler: Scheduler) -> int:
         """Returns how many turns the samples with grammars must take, so that no step waits long for its masks."""
@@ -205,7 +205,7 @@ class Grammars:
             for row, entry in zip(first, plan.mask_rows) if (seq := running.get(plan.seq_id[entry])) is not None
         ]  # fmt: skip
         guide.fill([place for row, _, _, matchers in live for place in enumerate(matchers, row)], masks)
-        news: list[Delta] = []
+        updates: list[Delta] = []
         for _, own, seq, matchers in live:
             own[len(matchers) :] = 0
             if seq.status is not Status.FINISHED:
@@ -213,10 +213,10 @@ class Grammars:
                     _bar_ends(scheduler, seq, drafts, mask.view(np.uint32))
                     if matcher.failed:
                         mask[:] = 0
-                news += _judge(scheduler, seq, matchers[0], own[0])
+                updates += _judge(scheduler, seq, matchers[0], own[0])
             if seq.status is Status.FINISHED:
                 own[:] = -1
-        return masks, news
+        return masks, updates
 
     def _states(self, seq: Sequence, drafts: Iterable[int]) -> "Iterator[Matcher]":
         """Yields the matcher of a sample, and copies of it after each draft, up to one after which nothing may come."""

@@ -159,17 +159,17 @@ private:
 struct Stream {
     const Model &model;
     float *values, *added;          // [tokens][hidden]
-    bool news = false;              // whether an output is pending
+    bool pending = false;           // whether an output is pending
     const Norm *after = nullptr;    // the norm of that output
     float scale = 1;                // factor on that output
     float *copy = nullptr;          // memory for a row of that output, if other threads read it, too
 
     // Sets the pending output of a sub-layer.
-    void give(const Norm &after_norm, float residual_scale) { news = true, after = &after_norm, scale = residual_scale; }
+    void give(const Norm &after_norm, float residual_scale) { pending = true, after = &after_norm, scale = residual_scale; }
 
     // Adds the pending output of a token. y: the sum, normed; or unchanged, if there is no norm
     void norm(int64_t token, const Norm &norm, float *y) const {
-        float *row = news ? settled(added + token * model.hidden) : nullptr;
+        float *row = pending ? settled(added + token * model.hidden) : nullptr;
         kernels().add_norm(values + token * model.hidden, row, norm, y, model.hidden);
     }
 

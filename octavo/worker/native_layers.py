@@ -62,33 +62,33 @@ class NativeLayers:
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns the hidden states of all tokens, and the logits of the last token of each scheduled row."""
         whole = self._whole
-        stream, news = self._through(step)
-        hidden = self._norm(stream, news, whole.model.norm)
+        stream, pending = self._through(step)
+        hidden = self._norm(stream, pending, whole.model.norm)
         return hidden, whole.logits_in(len(step.token_ids), hidden[step.sample_index])
 
     def pass_on(self, step: StepTensors) -> None:
         """Sends the residual stream to the next stage of a pipeline."""
-        stream, news = self._through(step)
+        stream, pending = self._through(step)
         assert self._whole.place.after is not None
-        self._whole.place.after.send(stream + news)
+        self._whole.place.after.send(stream + pending)
 
     def _through(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns the residual stream, and the output of the last sub-layer, which is not added yet."""
         whole, sum_up = self._whole, self._whole.place.comm.all_reduce
         self._attention.prepare(step, whole.shared_keys)
         received = whole.received(len(step.token_ids))
-        stream, news = self._embed(step.token_ids) if received is None else received, None
+        stream, pending = self._embed(step.token_ids) if received is None else received, None
         for index, layer in enumerate(whole.layers):
-            normed = self._norm(stream, news, layer.attention_norm)
+            normed = self._norm(stream, pending, layer.attention_norm)
             attended = self._product(layer.output, self._attention.attend(index, self._product(layer.qkv, normed)))
             if layer.parallel:
-                news = sum_up(attended + self._mlp(layer, normed))
+                pending = sum_up(attended + self._mlp(layer, normed))
             else:
-                news = self._added(sum_up(attended), layer.attention_after_norm, layer.residual_scale)
-                news = sum_up(self._mlp(layer, self._norm(stream, news, layer.mlp_norm)))
-            news = self._added(news, layer.mlp_after_norm, layer.residual_scale)
-        assert news is not None
-        return stream, news
+                pending = self._added(sum_up(attended), layer.attention_after_norm, layer.residual_scale)
+                pending = sum_up(self._mlp(layer, self._norm(stream, pending, layer.mlp_norm)))
+            pending = self._added(pending, layer.mlp_after_norm, layer.residual_scale)
+        assert pending is not None
+        return stream, pending
 
     def _embed(self, ids: Tensor) -> Tensor:
         """If ranks share the vocabulary, each looks up its own rows, and the results are summed."""
@@ -108,10 +108,10 @@ class NativeLayers:
         scale = self._whole.model.embedding_scale
         return rows if scale == 1 else rows * scale
 
-    def _added(self, news: Tensor, norm: Norm, scale: float) -> Tensor:
+    def _added(self, pending: Tensor, norm: Norm, scale: float) -> Tensor:
         """Returns a sub-layer's output after the norm and scale that the layer defines."""
-        news = self._norm(news, None, norm)
-        return news if scale == 1 else news * scale
+        pending = self._norm(pending, None, norm)
+        return pending if scale == 1 else pending * scale
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         call = self._whole.library.call
@@ -123,9 +123,9 @@ class NativeLayers:
         call.octavo_gate_up(ctypes.byref(layer.gate_up), layer.activation, at(x), at(gated), len(x), len(x))
         return self._product(layer.down, gated)
 
-    def _norm(self, stream: Tensor, news: Tensor | None, norm: Norm) -> Tensor:
+    def _norm(self, stream: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
         """Adds a sub-layer's output to the stream in place, and norms the sum if there is a norm."""
-        normed, added = torch.empty_like(stream), None if news is None else at(news)
+        normed, added = torch.empty_like(stream), None if pending is None else at(pending)
         self._whole.library.call.octavo_add_norm(at(stream), added, ctypes.byref(norm), at(normed), *stream.shape)
         return normed
 
