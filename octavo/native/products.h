@@ -332,13 +332,16 @@ using GenericChoice = FloatChoice<PlainCodesMath>;
 
 template <class Choice>
 void product_by(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
-    auto store = [&](const Lanes &values, int64_t row, int64_t at) { store_some(values, y + row * stride + at * P, matrix.n - at * P); };
+    // It captures values, here and below: references would be read again for each row.
+    auto store = [y, stride, n = matrix.n](const Lanes &values, int64_t row, int64_t at) {
+        store_some(values, y + row * stride + at * P, n - at * P);
+    };
     Choice::choose(matrix, rows, [&](const auto &math) { product_with(math, matrix, rows, panel, end, scratch, store); });
 }
 
 template <class Choice>
 void gate_up_by(const Matrix &matrix, int activation, const Rows &rows, int64_t panel, int64_t end, const Target &y, void *scratch) {
-    auto store = [&](const Lanes &values, int64_t row, int64_t at) { put(gelu(values), y, row, at * P, matrix.n - at * P); };
+    auto store = [y, n = matrix.n](const Lanes &values, int64_t row, int64_t at) { put(gelu(values), y, row, at * P, n - at * P); };
     Choice::choose(matrix, rows, [&](const auto &math) {
         if (activation == OCTAVO_GELU) product_with(math, matrix, rows, panel, end, scratch, store);
         else gate_up_with(math, matrix, activation, rows, panel, end, y, scratch);
