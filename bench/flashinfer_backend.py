@@ -45,7 +45,7 @@ SHAPES = {"64": (32, 8, 64), "128": (32, 8, 128)}  # heads, KV heads, numbers of
 def batch_of(case: Case) -> ForwardBatch:
     rows, tokens = torch.arange(len(case.mix), device=DEVICE), torch.zeros(len(case.q), dtype=torch.int64, device=DEVICE)
     return ForwardBatch(
-        token_ids=tokens, positions=tokens[None], rows=rows, query_start=case.query_start, context_len=case.context_len,
+        token_ids=tokens, cache_index=tokens, positions=tokens[None], rows=rows, query_start=case.query_start, context_len=case.context_len,
         tables=case.tables, slots=tokens, sample_index=rows, caches=[], block_size=case.block, max_query=case.max_query,
     )  # fmt: skip
 

@@ -133,7 +133,8 @@ class Bench:
             self.rows = rows
             self.tokens = torch.randint(0, self.shape.vocab, (rows,))
             self.batch = ForwardBatch(
-                token_ids=self.tokens, positions=torch.zeros(1, rows, dtype=torch.int64), rows=torch.arange(rows),
+                token_ids=self.tokens, cache_index=torch.zeros(rows, dtype=torch.int32),
+                positions=torch.zeros(1, rows, dtype=torch.int32), rows=torch.arange(rows),
                 query_start=torch.arange(rows + 1), context_len=torch.zeros(rows, dtype=torch.int32), tables=self.pool[:rows],
                 slots=torch.zeros(rows, dtype=torch.int64), sample_index=torch.arange(rows),
                 caches=self.caches, block_size=BLOCK,
@@ -151,7 +152,8 @@ class Bench:
     def follow(self) -> None:
         """Computes positions and slots from lengths."""
         last = self.batch.context_len.long() - 1
-        self.batch.positions[0].copy_(last)
+        self.batch.cache_index.copy_(last)
+        self.batch.positions.copy_(last)
         blocks = self.batch.tables.gather(1, last[:, None] // BLOCK)[:, 0].long()
         self.batch.slots.copy_(blocks * BLOCK + last % BLOCK)
 
@@ -165,13 +167,13 @@ class Bench:
             gated, residual = kernels.gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
             x = kernels.linear(gated, layer.mlp.down.weight, layer.mlp.down.bias)
         logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.matrix.weight)
-        self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.positions[0]))
+        self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.rope_positions))
         return logits, hidden
 
     def attend(self, layer: Any, qkv: Tensor, kernels: Any) -> tuple[Tensor, Tensor]:
         own, batch = layer.attention, self.batch
         norms = None if own.norms is None else (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
-        place = batch.positions[0], batch.slots, batch.tables, batch.context_len
+        place = batch.rope_positions, batch.slots, batch.tables, batch.context_len
         cache, spec, attend = batch.caches[layer.layer], own.backend.spec, kernels.decode_attention_parts
         parts: tuple[Tensor, Tensor] = attend(
             qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], spec.scale, spec.window
@@ -351,7 +353,7 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
     def decode(layer: Any) -> tuple[Tensor, Tensor]:
         own = layer.attention
         norms = (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
-        place = batch.positions[0], batch.slots, batch.tables, batch.context_len
+        place = batch.rope_positions, batch.slots, batch.tables, batch.context_len
         cache = batch.caches[layer.layer]
         return kernels.decode_attention_parts(qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], 0.1, None)
 
@@ -374,7 +376,7 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
     spent = replay_time(bench.graph(lambda: kernels.head(x, x, model.norm.weight, 1e-6, model.head.matrix.weight)))
     said.append(f"head {spent:.1f} us {model.head.matrix.weight.nbytes / spent / 1e6:.2f} TB/s")
     logits = torch.randn(rows, shape.vocab, **like)
-    spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, batch.positions[0])))
+    spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, batch.rope_positions)))
     said.append(f"sample {spent:.1f} us")
     print(f"alone, pdl={kernels.pdl}, {context}: " + ", ".join(said), flush=True)
 

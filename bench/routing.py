@@ -143,7 +143,7 @@ class Simulation:
 
     def _arrive(self, name: str, ask: Ask) -> None:
         prompt = ask.prompt()
-        digests = self.digests.of_prompt(prompt, "", self.routing.block_size, {})
+        digests = self.digests.of_prompt(AddRequest(name, prompt, SamplingParams()), self.routing.block_size)
         choice = self.routing.choose(digests, len(prompt), range(len(self.engines)))
         self.routing.begin(name, choice, digests, len(prompt), ask.to_come)
         self.figures.reasons[choice.reason] += 1

@@ -64,7 +64,8 @@ def torch_ms(case: AttentionCase) -> float:
     caches = [{name: buffer.clone() for name, buffer in cache.items()} for cache in caches]
     layer = CpuBackend(AttentionSpec(num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.head_dim, scale=case.head_dim**-0.5))
     batch = ForwardBatch(
-        token_ids=torch.zeros(len(case.rows), dtype=torch.long), positions=torch.from_numpy(case.positions)[None],
+        token_ids=torch.zeros(len(case.rows), dtype=torch.long), cache_index=torch.from_numpy(case.cache_index),
+        positions=torch.from_numpy(case.positions)[None],
         rows=torch.arange(len(case.rows)), query_start=torch.from_numpy(case.query_start), context_len=torch.from_numpy(case.context_len),
         tables=torch.from_numpy(case.tables), slots=torch.from_numpy(case.new_slots), sample_index=torch.zeros(0), caches=[],
         block_size=case.block_size, shared=SharedKeys(keys.nodes, keys.rows) if len(keys.nodes) else NOTHING,

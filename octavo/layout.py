@@ -19,7 +19,7 @@ NOISE_WORDS = 4  # key, key, stream, high
 # words of a step (`step/step_tensors.py`)
 ENTRY_WORDS = 9 + NOISE_WORDS  # of a scheduled row: an index of two words, seven fields of one, the noise key
 LENGTH_WORDS = 1  # of a scheduled row, for each cache group, besides its block table
-TOKEN_WORDS = 4  # id and position
+TOKEN_WORDS = 4  # an id of two words, its index in the cache, its position
 SLOT_WORDS = 2  # of a token, for each cache group
 
 # words of the work items and of the shared-prefix groups of decode attention (`step/share_words.py`, `step/team_words.py`)

@@ -46,6 +46,7 @@ class RowWrite:
     bad_words: list[list[int]]  # ids that must not follow each other in its output
     noise: NoiseKey
     root: bytes  # start of its digest chain; sequences with different roots share nothing
+    position_offset: int = 0  # the position of a token is its index plus this
 
 
 @dataclass(slots=True)
@@ -218,6 +219,7 @@ class AddRequest:
     outputs: dict[int, list[int]] | None = None  # the request began elsewhere: sample -> its tokens so far, for all that have not ended
     beams: Beams | None = None
     pin: PinOrder | None = None
+    position_offset: int = 0  # the position of a token is its index plus this
     extras: dict[int, bytes] = field(default_factory=dict)  # link of the prompt -> what its digest covers besides its tokens
 
 

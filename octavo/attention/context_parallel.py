@@ -59,7 +59,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             return OwnPlaces(own_slots(batch.slots, batch.block_size // ranks, rank, ranks), batch.tables)
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
-            places = batch.positions[0], batch.attention.slots
+            places = batch.rope_positions, batch.attention.slots
             if cache["k"].dtype != qkv.dtype:  # only on a CPU
                 q, k, v = split_heads(qkv, self.spec)
                 q, k = norm_and_rotate(q, k, norms, rope, places[0])
@@ -100,7 +100,7 @@ def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             (count, length), size = batch.caches[0]["k"].shape[:2], batch.block_size // ranks
             blocks = torch.arange(batch.tables.shape[1], device=batch.tables.device, dtype=batch.tables.dtype)
             regions, of_tokens = region_places(batch, count)
-            slots = of_tokens.long() * length * ranks + batch.positions[0]  # in regions that cover all ranks
+            slots = of_tokens.long() * length * ranks + batch.cache_index  # in regions that cover all ranks
             return OwnPlaces(own_slots(slots, size, rank, ranks, (count - 1) * length), regions[:, None] * (length // size) + blocks)
 
         def attend(

@@ -1,6 +1,6 @@
 """Attention without paging: the reference that the paged backend is compared with.
 
-    cache   [num_rows, max_len, kv_heads, head_dim]      row r owns region r;  slot = r * max_len + position
+    cache   [num_rows, max_len, kv_heads, head_dim]      row r owns region r;  slot = r * max_len + index
 
 A token's slot follows from its row and position alone, so no block table can be wrong here. After loading, it calls the
 same functions as the paged backend.
@@ -43,10 +43,9 @@ class ContiguousBackend:
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
-        positions = batch.positions[0]
-        q, k = norm_and_rotate(q, k, norms, rope, positions)
+        q, k = norm_and_rotate(q, k, norms, rope, batch.rope_positions)
         max_len = cache["k"].shape[1]
-        slots = batch.attention.token_rows * max_len + positions
+        slots = batch.attention.token_rows * max_len + batch.cache_index
         keep(cache, k, v, slots)
         return q
 

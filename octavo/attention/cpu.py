@@ -44,7 +44,7 @@ class CpuBackend:
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
-        q, k = norm_and_rotate(q, k, norms, rope, batch.positions[0])
+        q, k = norm_and_rotate(q, k, norms, rope, batch.rope_positions)
         keep(cache, k, v, batch.slots)
         return q
 

@@ -70,7 +70,7 @@ class FlashInferBackend:
         return Planned(batch)
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
-        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
+        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"], cache["v"])
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None

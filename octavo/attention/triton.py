@@ -47,7 +47,7 @@ class TritonBackend:
         return Shares(batch)
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
-        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
+        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"], cache["v"])
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
@@ -62,7 +62,7 @@ class TritonBackend:
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return decode_attention_parts(
-            qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
+            qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, batch.slots, batch.tables, batch.context_len,
             cache["k"], cache["v"], self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
 
@@ -93,13 +93,13 @@ class TritonRegions:
         return Regions(
             of_rows=regions[:, None],
             blocks=regions[:, None] * (length // batch.block_size) + blocks,
-            slots=of_tokens.long() * length + batch.positions[0],
+            slots=of_tokens.long() * length + batch.cache_index,
             shares=Shares(batch),
         )
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         slots = batch.attention.slots
-        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
+        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, slots, cache["k"], cache["v"])
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
@@ -117,7 +117,7 @@ class TritonRegions:
         k_cache, v_cache = (cache[name].view(-1, batch.block_size, *cache[name].shape[2:]) for name in "kv")
         regions: Regions = batch.attention
         return decode_attention_parts(
-            qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], regions.slots, regions.blocks,
+            qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, regions.slots, regions.blocks,
             batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
 

@@ -215,9 +215,7 @@ class LoadBalancer:
         if not ready:
             return None
         if self._by_prefix and not stream.blocks and stream.request.params.prompt_logprobs is None:
-            request = stream.request
-            size = self._routing.block_size
-            stream.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, size, request.extras)
+            stream.blocks = self._digests.of_prompt(stream.request, self._routing.block_size)
         stream.choice = self._routing.choose(stream.blocks, len(stream.request.prompt_token_ids), ready)
         return replicas[stream.choice.engine]
 

@@ -54,7 +54,7 @@ private:
         std::stable_sort(tasks.begin(), tasks.end(),
                          [](const Task &a, const Task &b) { return (a.end - a.begin) * a.queries > (b.end - b.begin) * b.queries; });
     }
-    int64_t first_of(int64_t token) const { return first_seen(layer_, step_.positions[token]); }
+    int64_t first_of(int64_t token) const { return first_seen(layer_, step_.cache_index[token]); }
     int64_t length_of(int64_t row) const { return step_.context_len[layer_.cache_group * step_.context_stride + row]; }
 
     void add_nodes(const SharedNode *first, const SharedNode *last) {

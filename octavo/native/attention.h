@@ -244,7 +244,7 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
         const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
         for (int64_t d = 0; d < width; d++) queries[i * width + d] = d < dim ? q[d] : 0.0f;
         states[i] = {-INFINITY, 0.0f};
-        earliest = std::min(earliest, first_seen(layer, step.positions[task.token_of(i / group)]));
+        earliest = std::min(earliest, first_seen(layer, step.cache_index[task.token_of(i / group)]));
     }
     for (int64_t begin = std::max(task.begin, earliest); begin < task.end; begin += KEYS) {
         FloatTile tile;
@@ -253,7 +253,7 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
             Sight sight[QUERIES_AT_ONCE];
             const int64_t rows = std::min<int64_t>(QUERIES_AT_ONCE, count - i);
             for (int64_t r = 0; r < rows; r++) {
-                const int64_t position = step.positions[task.token_of((i + r) / group)], head = task.kv_head * group + (i + r) % group;
+                const int64_t position = step.cache_index[task.token_of((i + r) / group)], head = task.kv_head * group + (i + r) % group;
                 sight[r] = sight_of(layer, head, position, begin, tile.count);
             }
             attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const Sight *)sight, layer.attention_scale, layer.soft_cap,

@@ -214,7 +214,7 @@ inline Queries load_queries(const Layer &layer, const Step &step, const float *q
         const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
         for (int64_t d = 0; d < dim; d += 32)
             _mm512_storeu_si512(queries.values + i * dim + d, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(q + d + 16), _mm512_loadu_ps(q + d)));
-        queries.last[i] = step.positions[task.token_of(i / group)];
+        queries.last[i] = step.cache_index[task.token_of(i / group)];
         queries.first[i] = first_seen(layer, queries.last[i]);
         queries.earliest = std::min(queries.earliest, queries.first[i]);
     }

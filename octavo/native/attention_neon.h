@@ -198,7 +198,7 @@ inline HalfQueries load_queries(const Layer &layer, const Step &step, const floa
         for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
         queries.scale[i] = scale * layer.attention_scale;
         queries.states[i] = {-INFINITY, 0.0f};
-        queries.positions[i] = step.positions[task.token_of(i / group)];
+        queries.positions[i] = step.cache_index[task.token_of(i / group)];
         queries.earliest = std::min(queries.earliest, first_seen(layer, queries.positions[i]));
     }
     return queries;

@@ -90,6 +90,7 @@ void store_head(const Model &model, const Layer &layer, const float *head, void 
 // Norms and rotates the q and k heads of a token, in place, and stores its k and v in the cache.
 void write_generic(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token) {
     const int64_t dim = layer.head_dim, half = layer.rotary_dim / 2, slot = step.slots[layer.cache_group * step.slot_stride + token];
+    const int64_t position = step.positions[token];
     float *heads = qkv + token * (layer.heads + 2 * layer.kv_heads) * dim, *keys = heads + layer.heads * dim, *values = keys + layer.kv_heads * dim;
     if (layer.whole_norm) {
         add_norm_generic(heads, nullptr, layer.q_norm, heads, layer.heads * dim);
@@ -99,7 +100,7 @@ void write_generic(const Model &model, const Layer &layer, const Step &step, flo
         float *head = heads + h * dim;
         const Norm &norm = h < layer.heads ? layer.q_norm : layer.k_norm;
         if (!layer.whole_norm) add_norm_generic(head, nullptr, norm, head, dim);
-        if (half) rotate(head, layer.cos + step.positions[token] * half, layer.sin + step.positions[token] * half, half);
+        if (half) rotate(head, layer.cos + position * half, layer.sin + position * half, half);
     }
     for (int64_t h = 0; h < layer.kv_heads; h++) {
         store_head(model, layer, keys + h * dim, layer.k_cache, layer.k_scale, slot, h);

@@ -135,7 +135,8 @@ typedef struct {
 typedef struct {
     int32_t num_tokens, num_rows, table_width, num_samples;
     int64_t slot_stride, context_stride, table_stride; // from one cache group to the next, in numbers
-    const int64_t *token_ids, *positions;              // [tokens]
+    const int64_t *token_ids;                          // [tokens]
+    const int32_t *cache_index, *positions;            // [tokens]: in the cache, which determines the keys that it reads; for the rotation
     const int64_t *slots;                              // [groups][tokens]
     const int32_t *query_start;                        // [rows + 1]
     const int32_t *context_len;                        // [groups][rows]: positions in the cache after the step

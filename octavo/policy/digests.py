@@ -1,6 +1,6 @@
 """`Digests`: the chain of keyed hashes that identifies cached blocks.
 
-    root      H(identity, salt)              lookups never match across identities or salts
+    root      H(identity, salt, offset)      lookups never match across identities, salts or offsets of positions
     d0        H(root, tokens of block 0)
     d1        H(d0, tokens of block 1)       equal digests mean equal prefixes
 
@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
 
+from octavo.messages import AddRequest
+
 SHORT = 8  # bytes of a digest that a frontend stores: among a million blocks, a collision occurs once in 40 million times
 
 
@@ -21,10 +23,10 @@ class Digests:
         self._hash = blake2b(key=key, digest_size=32)  # keyed once, then copied for every digest
         self.key, self.identity = key, identity
 
-    def root(self, salt: str) -> bytes:
-        """Start of a digest chain; lookups never match across identities or salts."""
+    def root(self, message: AddRequest) -> bytes:
+        """Returns the start of a request's digest chain. It depends on the offset, because keys are stored rotated by positions."""
         state = self._hash.copy()
-        state.update(self.identity + b"\0" + salt.encode())
+        state.update(b"\0".join((self.identity, str(message.position_offset).encode(), message.cache_salt.encode())))
         return state.digest()
 
     def extend(
@@ -41,10 +43,9 @@ class Digests:
             parent = state.digest()
             digests.append(parent)
 
-    def of_prompt(
-        self, token_ids: "list[int] | array[int]", salt: str, block_size: int, extras: Mapping[int, bytes]
-    ) -> list[bytes]:
+    def of_prompt(self, message: AddRequest, block_size: int) -> list[bytes]:
         """Returns the short digests of a prompt: of its full blocks before the last token, which is never looked up."""
         digests: list[bytes] = []
-        self.extend(digests, self.root(salt), array("i", token_ids), block_size, max(0, len(token_ids) - 1) // block_size, extras)
+        token_ids, count = array("i", message.prompt_token_ids), max(0, len(message.prompt_token_ids) - 1) // block_size
+        self.extend(digests, self.root(message), token_ids, block_size, count, message.extras)
         return [digest[:SHORT] for digest in digests]

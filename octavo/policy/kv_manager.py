@@ -53,9 +53,6 @@ class KVManager:
         self._lengths = {number: group.length for number, group in enumerate(groups) if type(group).length is not CacheGroup.length}
         self._most_held = [group.most_held(span, step_tokens) for group, span in zip(groups, self.spans)]
 
-    def root(self, salt: str) -> bytes:
-        return self.digests.root(salt)
-
     # --- blocks ------------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:

@@ -12,7 +12,7 @@ when the request arrives, before they are computed. Pins with a common prefix sh
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal
@@ -83,7 +83,7 @@ class Pins:
         """Returns the request with its prompt cut to whole blocks, or refuses it. `most_beams`: blocks that a beam search may grow to"""
         order, prompt = message.pin, self._whole_blocks(message.prompt_token_ids)
         assert order is not None and message.params.n == message.params.max_tokens == 1
-        keys = self._keys_of(prompt, message.cache_salt, message.extras)
+        keys = self._keys_of(prompt, message)
         pin = self._pins.get(order.pin_id)
         if pin is None:
             self._check_room(keys, most_beams)
@@ -109,9 +109,10 @@ class Pins:
             )
         return prompt[: len(prompt) // self._span * self._span]
 
-    def _keys_of(self, prompt: list[int], salt: str, extras: Mapping[int, bytes]) -> list[BlockKey]:
+    def _keys_of(self, prompt: list[int], message: AddRequest) -> list[BlockKey]:
         kv, digests = self._kv, list[bytes]()
-        kv.digests.extend(digests, kv.root(salt), array("i", prompt), kv.block_size, len(prompt) // kv.block_size, extras)
+        root = kv.digests.root(message)
+        kv.digests.extend(digests, root, array("i", prompt), kv.block_size, len(prompt) // kv.block_size, message.extras)
         return kv.keys_of(digests)
 
     def _check_room(self, keys: list[BlockKey], most_beams: int) -> None:

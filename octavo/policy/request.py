@@ -48,6 +48,7 @@ class Request:
         "num_prompt",
         "params",
         "pin",
+        "position_offset",
         "priority",
         "reported_logprobs",
         "request_id",
@@ -78,6 +79,7 @@ class Request:
         self.noise_number = arrival if message.noise is None else message.noise
         self.life = LifeRecord(queued)
         self.extras = message.extras  # link -> additional bytes that its digest covers besides its tokens
+        self.position_offset = message.position_offset
         self.held = False  # must not be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have created them
@@ -171,6 +173,7 @@ class Sequence:
             bad_words=request.bad_words,
             noise=request.noise(self.index),
             root=request.root,
+            position_offset=request.position_offset,
         )
 
     def append(self, tokens: list[int]) -> None:
@@ -187,7 +190,7 @@ policy_key = attrgetter("key")  # sorts sequences in policy order
 
 def length_limit(message: AddRequest, limits: Limits) -> int:
     """Returns the maximum length of a sample, prompt and output together."""
-    wanted, longest = message.params.max_tokens, limits.max_model_len
+    wanted, longest = message.params.max_tokens, limits.max_model_len - message.position_offset
     return longest if wanted is None else min(longest, len(message.prompt_token_ids) + wanted)
 
 
@@ -204,6 +207,7 @@ def check_request(message: AddRequest, limits: Limits) -> None:
     if params.n > limits.max_num_seqs:
         raise RequestError(f"n is {params.n}, but at most {limits.max_num_seqs} sequences run at once (--max-num-seqs)", "n")
     _check_length(message, limits)
+    _check_offset(message, limits)
 
 
 def _check_beams(beams: Beams, n: int, limits: Limits) -> None:
@@ -240,6 +244,16 @@ def _check_length(message: AddRequest, limits: Limits) -> None:
             "lower max_tokens or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
             "max_tokens",
             "context_length_exceeded",
+        )
+
+
+def _check_offset(message: AddRequest, limits: Limits) -> None:
+    most = limits.max_model_len - len(message.prompt_token_ids) - (message.params.max_tokens or 1)
+    if not 0 <= message.position_offset <= most:
+        raise RequestError(
+            f"position_offset is {message.position_offset}, but it must be from 0 to {most}: the model has {limits.max_model_len}, "
+            f"and you requested {_asked(message)}",
+            "position_offset",
         )
 
 

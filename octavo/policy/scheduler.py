@@ -89,7 +89,7 @@ class Scheduler:
         if message.beams is not None:
             self.beams.check_size(len(prompt), limit, message.beams.width, self.pins.num_blocks)
         arrival = self._arrivals - (RESUMED if message.outputs else 0)
-        request = Request(message, arrival, self.kv.root(message.cache_salt), self.end_ids, self.seed, self.clock())
+        request = Request(message, arrival, self.kv.digests.root(message), self.end_ids, self.seed, self.clock())
         self._arrivals += 1
         self.requests[request.request_id] = request
         if message.outputs is not None:

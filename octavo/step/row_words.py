@@ -1,6 +1,6 @@
 """The packed int32 fields of a request's row: all data that a step needs of a sequence.
 
-    | 8 words: lengths, temperature, noise key | block tables, max_blocks words for each cache group | token ids, max_len words |
+    | 8 words: lengths, temperature, noise, offset | block tables, max_blocks words for each cache group | token ids, max_len words |
 
 A row is copied, written and read as int32; floats are stored as their bits. This module defines the layout for kernels and host.
 
@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 
 NUM_TOKENS, NUM_PROMPT, TEMPERATURE, NOISE = range(4)
 NOISE_WORDS = layout.NOISE_WORDS
+OFFSET = NOISE + NOISE_WORDS  # the position of a token is its index in the row plus this
 HEAD = layout.ROW_HEAD  # start of the first block table
 MOST_WORDS = 65_535 * 1024  # of a row: a run is copied by programs in the second dimension of a grid, which is limited
 

@@ -7,6 +7,9 @@
 P scheduled rows have T tokens and S outputs: logits that an id may be sampled from. A row has at least one output, after its last
 token, and a row with drafts has one more for each of them. Padding rows have one output each, until there are S.
 
+A token's index in the cache follows from its row alone: it determines the slot, the keys that the token reads and its sampling noise.
+Its position is what the model encodes: the index plus the row's offset, on each axis.
+
 A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at a
 multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 """
@@ -22,6 +25,7 @@ from octavo.step.row_words import NOISE_WORDS, RowLayout
 
 ALIGNED = 4  # words
 NO_SLOT = -1  # nothing is stored there
+AXES = 1  # of positions: text has one
 ENTRY_PARTS = 5  # before the lengths, of which there is a part for each cache group
 
 
@@ -40,7 +44,8 @@ class StepTensors:
     first_output: Tensor  # [P+1]
     context_len: Tensor  # [groups, P]: positions in the cache after the step
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    cache_index: Tensor  # [T] int32
+    positions: Tensor  # [axes, T] int32
     slots: Tensor  # [groups, T] int64: the slot of each token in the cache of a group, NO_SLOT for padding
     tables: Tensor  # [groups, P, max_blocks] int32, undefined after a row's last block; the null block behind a window
     sample_index: Tensor  # [S] int64: the token of each output
@@ -65,7 +70,8 @@ class StepMemory:
 
         self._parts = ENTRY_PARTS + layout.groups
         self.entries = words(self._parts * part_words(max_entries))
-        self._token_ids, self._positions = (words(max_tokens, dtype=torch.int64) for _ in range(2))
+        self._token_ids, self._cache_index = words(max_tokens, dtype=torch.int64), words(max_tokens)
+        self._positions = words(AXES, max_tokens)
         self._slots = words(layout.groups, max_tokens, dtype=torch.int64)
         self._draw_positions = words(max_entries)
         self._tables = words(layout.groups, max_entries, layout.max_blocks)
@@ -94,7 +100,8 @@ class StepMemory:
             first_output=first_output[: size + 1],
             context_len=parts[ENTRY_PARTS:, :size],
             token_ids=self._token_ids[:tokens],
-            positions=self._positions[:tokens],
+            cache_index=self._cache_index[:tokens],
+            positions=self._positions[:, :tokens],
             slots=self._slots[:, :tokens],
             tables=self._tables[:, :size],
             sample_index=self._sample_index[:outputs],

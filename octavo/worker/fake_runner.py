@@ -1,6 +1,6 @@
 """FakeKV: a runner without weights in which any paging mistake changes the text.
 
-    slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
+    slot of index i:      h[i] = mix(h[i-1] read through the block table, token i, i + offset of the row),   h[-1] from the digest root
     next token:           a hash over every h read through the table, and the noise key (none if greedy); no end id before min_tokens,
                           no last id of a bad word, and for a masked row only ids that the mask allows
     drafts:               their slots are written like all others, so a rejected one that is read later changes the text, too
@@ -90,13 +90,14 @@ def expected(
     min_tokens: int = 0,
     bad_words: list[list[int]] | None = None,
     output: Sequence[int] = (),
+    position_offset: int = 0,
 ) -> list[int]:
     """Returns `count` tokens after `prompt`, computed without blocks. `output`: the first tokens, if they were sampled elsewhere"""
     entries: list[int] = []
     previous, tokens = _root(root), [*prompt, *output]
     while len(tokens) < len(prompt) + count:
         for position in range(len(entries), len(tokens)):
-            previous = _mix(previous, tokens[position], position)
+            previous = _mix(previous, tokens[position], position + position_offset)
             entries.append(previous)
         barred = _barred(tokens[len(prompt) :], end_ids, min_tokens, bad_words or [])
         tokens.append(_next_token(entries, noise, vocab_size, barred))
@@ -111,6 +112,7 @@ class _Row:
     noise: NoiseKey
     end_ids: tuple[int, ...]
     num_prompt: int
+    position_offset: int
     params: SamplingParams
     bad_words: list[list[int]]
     state: Slot  # of the last position computed; lost if the row starts with positions from the cache
@@ -121,7 +123,8 @@ class _Row:
         tables = [list(table) for table in write.tables]
         ids, root = array("i", write.token_ids), _root(write.root)
         state = None if write.start else root
-        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words, state)
+        numbers = write.num_prompt, write.position_offset
+        return _Row(ids, tables, root, noise, write.end_ids, *numbers, write.params, write.bad_words, state)
 
     def copy(self, noise: NoiseKey) -> "_Row":
         noise = NO_NOISE if self.noise is NO_NOISE else noise
@@ -244,7 +247,7 @@ class FakeRunner:
             (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
             if previous is not None:
-                previous = _mix(previous, tokens[position], position)
+                previous = _mix(previous, tokens[position], position + row.position_offset)
             self._write(row, position, previous)
         row.state = previous
         read = self._read(row, 0, 0, start + count)

@@ -156,7 +156,7 @@ class KernelCalls:
             shapes = self.shapes
             tables = self.words(rows, -(-self.max_len // self.size))
             parts = decode_attention_parts(
-                self.qkv(rows), self.norms(), *self.turns(spec), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
+                self.qkv(rows), self.norms(), *self.turns(spec), self.words(rows), self.places(rows), tables, self.words(rows) + 1,
                 self.cache(), self.cache(), spec.scale, spec.window, spec.soft_cap, self.sinks(spec),
             )  # fmt: skip
             if shapes.packed or shapes.fp8:
@@ -207,7 +207,7 @@ class KernelCalls:
 
     def written(self, tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         cache = self.cache()
-        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(spec), self.places(tokens), self.places(tokens), cache, cache)
+        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(spec), self.words(tokens), self.places(tokens), cache, cache)
         return q, cache, cache
 
     def qkv(self, tokens: int) -> Tensor:

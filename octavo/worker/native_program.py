@@ -277,8 +277,9 @@ def step_struct(step: StepTensors) -> Step:
     return Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
         slot_stride=step.slots.stride(0), context_stride=step.context_len.stride(0), table_stride=step.tables.stride(0),
-        token_ids=at(step.token_ids), positions=at(step.positions), slots=at(step.slots[0]), query_start=at(step.query_start),
-        context_len=at(step.context_len[0]), tables=at(step.tables[0]), sample_index=at(step.sample_index),
+        token_ids=at(step.token_ids), cache_index=at(step.cache_index), positions=at(step.positions[0]), slots=at(step.slots[0]),
+        query_start=at(step.query_start), context_len=at(step.context_len[0]), tables=at(step.tables[0]),
+        sample_index=at(step.sample_index),
     )  # fmt: skip
 
 

@@ -199,10 +199,11 @@ class Eager:
 
     def _batch_of(self, group: int, backend: type[AttentionBackend], step: StepTensors, shape: Shape) -> ForwardBatch:
         batch = ForwardBatch(
-            token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
-            context_len=step.context_len[group], tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
-            caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
-            shared=self.shared[group], teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
+            token_ids=step.token_ids, cache_index=step.cache_index, positions=step.positions, rows=step.row,
+            query_start=step.query_start, context_len=step.context_len[group], tables=step.tables[group], slots=step.slots[group],
+            sample_index=step.sample_index, caches=self._caches, block_size=self._spans[group],
+            max_query=1 if shape.decodes else shape.tokens, shared=self.shared[group],
+            teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
         )  # fmt: skip
         batch.attention = backend.prepare(batch)
         return batch

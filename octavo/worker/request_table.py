@@ -19,7 +19,7 @@ from octavo.kernels.ops import accept, copy_words
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.step import logit_edits
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
 
 Words = NDArray[np.int32]
 Places = NDArray[np.int64]
@@ -194,6 +194,7 @@ def _head(write: RowWrite) -> Words:
     head[NUM_TOKENS], head[NUM_PROMPT] = len(write.token_ids), write.num_prompt
     head.view(np.float32)[TEMPERATURE] = _temperature(write)
     head[NOISE : NOISE + NOISE_WORDS] = noise_words(write.noise)
+    head[OFFSET] = write.position_offset
     return head
 
 

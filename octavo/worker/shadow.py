@@ -213,7 +213,7 @@ class Shadow:
         length, numbers = self.blocks * self.block_size, torch.arange(step.tables.shape[2], dtype=torch.int32)
         tables = torch.stack([step.row[:, None] * (length // span) + numbers for span in self.spans])
         token_rows = step.row.long().repeat_interleave(step.query_start.diff())
-        slots = token_rows * length + step.positions
+        slots = token_rows * length + step.cache_index
         return replace(step, tables=tables, slots=slots.repeat(len(self.spans), 1))
 
     def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor) -> None:

@@ -1,6 +1,5 @@
 """Where requests go: by prefix, by load and in turns; what a door believes of its engines is what is true of them."""
 
-from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from bench.routing import POLICIES, Machine, Simulation, Way, of_trace, prefixes
 from octavo.bench.traces import HASHED, read_trace
 from octavo.engine import routing
 from octavo.engine.routing import COLD, HOT, WORTH, CacheUpdates, Choice, Policy, Routing
-from octavo.messages import CacheChange
+from octavo.messages import AddRequest, CacheChange
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import SHORT, Digests
 from octavo.server_config import RoutingPolicy
@@ -64,6 +63,10 @@ def door(policy: Policy = "prefix", engines: int = 3) -> Door:
 # --- digests ---------------------------------------------------------------------------------------------------------
 
 
+def to_hash(prompt: list[int], salt: str = "") -> AddRequest:
+    return AddRequest("", prompt, sampling(1), cache_salt=salt)
+
+
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=40), st.sampled_from(["", "tenant", "a\0b"]))
 @settings(max_examples=30, deadline=None)
 def test_a_door_and_an_engine_compute_the_same_digests(prompt: list[int], salt: str) -> None:
@@ -71,20 +74,20 @@ def test_a_door_and_an_engine_compute_the_same_digests(prompt: list[int], salt: 
     request = engine.add("a", prompt, sampling(1), salt=salt)
     (seq,) = request.sequences
     engine.kv.prefixes.match(seq)
-    assert Digests(b"k" * 16, b"model").of_prompt(prompt, salt, 4, {}) == [digest[:SHORT] for digest in seq.digests]
+    assert Digests(b"k" * 16, b"model").of_prompt(to_hash(prompt, salt), 4) == [digest[:SHORT] for digest in seq.digests]
 
 
 def test_salts_identities_and_keys_stay_apart() -> None:
-    prompt = array("i", range(33))
+    prompt = list(range(33))
     made = [Digests(key, identity) for key in (b"k", b"l") for identity in (b"m", b"n")]
-    chains = [digests.of_prompt(prompt, salt, 16, {}) for digests in made for salt in ("", "s")]
+    chains = [digests.of_prompt(to_hash(prompt, salt), 16) for digests in made for salt in ("", "s")]
     assert {len(chain) for chain in chains} == {2}
     assert len({digest for chain in chains for digest in chain}) == 16
 
 
 def test_a_digest_covers_what_lies_before_its_block() -> None:
     made = Digests(b"k", b"m")
-    one, other = made.of_prompt([1] * 4 + [5] * 5, "", 4, {}), made.of_prompt([2] * 4 + [5] * 5, "", 4, {})
+    one, other = (made.of_prompt(to_hash([first] * 4 + [5] * 5), 4) for first in (1, 2))
     assert one[1] != other[1]
 
 

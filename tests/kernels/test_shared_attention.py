@@ -47,8 +47,8 @@ def attended(
 ) -> Tensor:  # fmt: skip
     q = torch.from_numpy(written_twin(case)[:, : case.heads].copy()).to(dtype)
     batch = ForwardBatch(
-        token_ids=torch.zeros(len(q), dtype=torch.long), positions=torch.from_numpy(case.positions)[None],
-        rows=torch.arange(len(case.rows)), query_start=torch.from_numpy(case.query_start),
+        token_ids=torch.zeros(len(q), dtype=torch.long), cache_index=torch.from_numpy(case.cache_index),
+        positions=torch.from_numpy(case.positions)[None], rows=torch.arange(len(case.rows)), query_start=torch.from_numpy(case.query_start),
         context_len=torch.from_numpy(case.context_len), tables=torch.from_numpy(case.tables), slots=torch.from_numpy(case.new_slots),
         sample_index=torch.zeros(0), caches=[cache], block_size=case.block_size, shared=shared,
     )  # fmt: skip

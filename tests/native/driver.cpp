@@ -187,7 +187,8 @@ struct Decoder {
         for (int i = 0; i < model.num_layers; i++) layers.push_back(layer(one, "layer" + std::to_string(i) + "."));
         model.layers = layers.data();
         if (one.find("head.values") || one.find("head.codes")) model.head = weights(one, "head.");
-        step.positions = one.must("positions").as<int64_t>(), step.slots = one.must("slots").as<int64_t>();
+        step.cache_index = one.must("cache_index").as<int32_t>(), step.positions = one.must("positions").as<int32_t>();
+        step.slots = one.must("slots").as<int64_t>();
         step.query_start = one.must("query_start").as<int32_t>(), step.context_len = one.must("context_len").as<int32_t>();
         step.tables = one.must("tables").as<int32_t>(), step.shared_start = one.get<int32_t>("shared_start");
         step.shared_nodes = reinterpret_cast<const SharedNode *>(one.get<int32_t>("shared_nodes")), step.shared_rows = one.get<int32_t>("shared_rows");

@@ -93,6 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (), (9,)]),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "", "", "other"]),
+        position_offset=st.sampled_from([0, 0, 5]),
         unwanted=st.sampled_from([None, None, 0, 1]),
         beams=st.none() | searches,
     )
@@ -107,17 +108,20 @@ class EngineMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         priority: int,
         salt: str,
+        position_offset: int,
         unwanted: int | None,
         beams: Beams | None,
     ) -> None:
         engine = self.engine
-        prompt = (BASE[:shared] + tail or [0])[: engine.max_len - 1]
+        longest = max(2, engine.max_len - position_offset)
+        prompt = (BASE[:shared] + tail or [0])[: longest - 1]
         if count is not None:
-            count = min(count, engine.max_len - len(prompt))
+            count = min(count, longest - len(prompt))
+        position_offset = min(position_offset, engine.max_len - longest)
         most = self.rows if beams is None else beams.width
         params = SamplingParams(n=min(n, most), max_tokens=count, seed=seed, ignore_eos=ignore_eos, stop_token_ids=stop)
         try:
-            engine.add(f"r{len(engine.asked)}", prompt, params, priority, salt, beams=beams)
+            engine.add(f"r{len(engine.asked)}", prompt, params, priority, salt, beams=beams, position_offset=position_offset)
         except RequestError:
             assert beams is not None, "refused, but it fits"
             return

@@ -54,7 +54,8 @@ class KVMachine(RuleBasedStateMachine):
 
     def _sequence(self, tokens: "array[int]", salt: str) -> Sequence:
         params = SamplingParams()
-        request = Request(AddRequest(str(self.ids), list(tokens), params), self.ids, self.kv.root(salt), frozenset(), 0, 0.0)
+        message = AddRequest(str(self.ids), list(tokens), params, cache_salt=salt)
+        request = Request(message, self.ids, self.kv.digests.root(message), frozenset(), 0, 0.0)
         seq = Sequence(self.ids, request, 0, tokens, len(tokens) + 100, False, len(self.kv.groups))
         self.salts[seq.seq_id] = salt
         self.ids += 1
@@ -212,10 +213,13 @@ def test_blocks_of_rejected_drafts_do_not_pay_for_a_copy() -> None:
 
 
 # promise: another-tenants-salt
-def test_digests_depend_on_key_identity_salt_parent_tokens_and_extras() -> None:
-    def digests(key: bytes, identity: bytes, salt: str, tokens: list[int], extras: dict[int, bytes] | None = None) -> list[bytes]:
+def test_digests_depend_on_key_identity_salt_offset_parent_tokens_and_extras() -> None:
+    def digests(
+        key: bytes, identity: bytes, salt: str, tokens: list[int], extras: dict[int, bytes] | None = None, offset: int = 0
+    ) -> list[bytes]:
         kv = KVManager(BlockPool(2), 2, True, key, identity)
-        request = Request(AddRequest("r", tokens, SamplingParams()), 0, kv.root(salt), frozenset(), 0, 0.0)
+        message = AddRequest("r", tokens, SamplingParams(), cache_salt=salt, position_offset=offset)
+        request = Request(message, 0, kv.digests.root(message), frozenset(), 0, 0.0)
         seq = Sequence(0, request, 0, array("i", tokens), 99, False)
         request.extras = extras or {}
         kv.prefixes.match(seq)
@@ -229,6 +233,7 @@ def test_digests_depend_on_key_identity_salt_parent_tokens_and_extras() -> None:
         digests(b"k", b"m", "x", [1, 2, 3, 4, 5]),
         digests(b"k", b"m", "", [9, 2, 3, 4, 5]),
         digests(b"k", b"m", "", [1, 2, 3, 4, 5], {0: b"image"}),
+        digests(b"k", b"m", "", [1, 2, 3, 4, 5], offset=1),
     ]
     assert all(not set(usual) & set(other) for other in others)
     later = digests(b"k", b"m", "", [1, 2, 3, 4, 5], {1: b"image"})

@@ -166,17 +166,18 @@ def test_a_large_batch_takes_turns_at_sealing_and_nobody_falls_far_behind(block_
 
 def test_what_a_digest_covers_besides_tokens_separates_hits_pins_and_routing() -> None:
     engine, prompt = FakeEngine(block_size=4, max_len=60), list(range(13))
-    of_prompt = engine.kv.digests.of_prompt
+    digests = engine.kv.digests
 
     def cached(name: str, extras: dict[int, bytes], pin: PinOrder | None = None) -> int:
-        engine.core.add(AddRequest(name, list(prompt), sampling(1), extras=extras, pin=pin))
+        message = AddRequest(name, list(prompt), sampling(1), extras=extras, pin=pin)
+        engine.core.add(message)
         request, ended = engine.scheduler.requests[name], engine.scheduler.on_end
         found: list[bytes] = []
         engine.scheduler.on_end = lambda seq, reason: found.extend(seq.digests)
         while name in engine.scheduler.requests:
             engine.core.step()
         engine.scheduler.on_end = ended
-        assert pin is not None or of_prompt(prompt, "", 4, extras) == [digest[:SHORT] for digest in found[:3]]
+        assert pin is not None or digests.of_prompt(message, 4) == [digest[:SHORT] for digest in found[:3]]
         return request.life.cached_tokens
 
     assert cached("plain", {}) == 0 and cached("again", {}) == 12

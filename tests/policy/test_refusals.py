@@ -38,6 +38,20 @@ def test_prompts_around_the_context_length(length: int, count: int, served: bool
     engine.assert_idle()
 
 
+def test_positions_must_be_those_of_the_model() -> None:
+    engine = FakeEngine(max_len=MAX)
+    for number, count in enumerate((3, None)):
+        engine.add(f"r{number}", [1] * 9, sampling(count), position_offset=MAX - 12)
+    for offset, count in ((MAX - 11, 3), (MAX - 9, None), (-1, 3)):
+        most = MAX - 9 - (count or 1)
+        with pytest.raises(RequestError, match=f"position_offset is {offset}, but it must be from 0 to {most}: ") as refusal:
+            engine.add("r", [1] * 9, sampling(count), position_offset=offset)
+        assert refusal.value.param == "position_offset"
+    engine.run()
+    engine.assert_exact()
+    assert [len(tokens) for tokens in engine.tokens.values()] == [3, 3]
+
+
 def test_without_max_tokens_a_request_runs_to_the_end_of_the_context() -> None:
     engine = FakeEngine(max_len=MAX)
     engine.add("r", [1] * (MAX - 5), sampling(None))

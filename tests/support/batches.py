@@ -24,6 +24,7 @@ class Pool:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None  # as dtype
     seed: int = 0
+    position_offset: int = 0
     lengths: dict[int, int] = field(default_factory=dict)  # row -> tokens in the cache
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Pool:
         starts = [self.lengths.get(row, 0) for row in rows]
         ends = [start + len(tokens[row]) for row, start in zip(rows, starts)]
         counts = torch.tensor([len(tokens[row]) for row in rows])
-        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends)])
+        index = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends)])
         token_rows = torch.tensor(rows).repeat_interleave(counts)
         width = max(-(-end // self.block_size) for end in ends)
         tables = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -62,12 +63,13 @@ class Pool:
         query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         batch = ForwardBatch(
             token_ids=torch.tensor([token for row in rows for token in tokens[row]]),
-            positions=positions[None],
+            cache_index=index.int(),
+            positions=index[None].int() + self.position_offset,
             rows=torch.tensor(rows),
             query_start=query_start,
             context_len=torch.tensor(ends),
             tables=tables,
-            slots=self.tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size,
+            slots=self.tables[token_rows, index // self.block_size] * self.block_size + index % self.block_size,
             sample_index=query_start[1:] - 1,
             caches=self.paged if backend.capabilities.paged else self.contiguous,
             block_size=self.block_size,

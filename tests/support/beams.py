@@ -53,20 +53,20 @@ def _gaps(best: list[tuple[float, list[int]]]) -> list[float]:
 
 
 def expected_beams(
-    prompt: list[int], count: int, root: bytes, vocab_size: int, beams: Beams, end_ids: Collection[int]
+    prompt: list[int], count: int, root: bytes, vocab_size: int, beams: Beams, end_ids: Collection[int], position_offset: int = 0
 ) -> list[tuple[list[int], FinishReason]]:
     """Returns the answers that FakeKV gives."""
 
     def logprobs_of(outputs: list[list[int]]) -> list[list[tuple[int, float]]]:
-        return [_logprobs([*prompt, *output], root, vocab_size) for output in outputs]
+        return [_logprobs([*prompt, *output], root, vocab_size, position_offset) for output in outputs]
 
     return search(logprobs_of, count, beams, end_ids).answers
 
 
-def _logprobs(tokens: list[int], root: bytes, vocab_size: int) -> list[tuple[int, float]]:
+def _logprobs(tokens: list[int], root: bytes, vocab_size: int, position_offset: int) -> list[tuple[int, float]]:
     entries: list[int] = []
     previous = _root(root)
-    for position, token in enumerate(tokens):
+    for position, token in enumerate(tokens, position_offset):
         previous = _mix(previous, token, position)
         entries.append(previous)
     found = ranked(entries, 0, vocab_size, vocab_size)

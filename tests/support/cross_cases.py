@@ -300,8 +300,8 @@ def model_numbers(case: AttentionCase) -> dict[str, float]:
 
 def step_arrays(case: AttentionCase) -> dict[str, NDArray[Any] | None]:
     return {
-        "positions": case.positions, "slots": case.new_slots, "query_start": case.query_start, "context_len": case.context_len,
-        "tables": case.tables,
+        "cache_index": case.cache_index, "positions": case.positions, "slots": case.new_slots, "query_start": case.query_start,
+        "context_len": case.context_len, "tables": case.tables,
     }  # fmt: skip
 
 

@@ -158,8 +158,11 @@ class FakeEngine:
         bad_words: list[list[int]] | None = None,
         beams: Beams | None = None,
         pin: PinOrder | None = None,
+        position_offset: int = 0,
     ) -> Request:
-        message = AddRequest(name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams, pin=pin)
+        message = AddRequest(
+            name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams, pin=pin, position_offset=position_offset
+        )
         self.core.add(message)
         request = self.scheduler.requests[name]
         message = replace(message, prompt_token_ids=message.prompt_token_ids[: request.num_prompt])  # a pin has whole blocks
@@ -253,9 +256,11 @@ class FakeEngine:
         """What a sample gives if nothing disturbs it."""
         message, request = self.asked[name]
         prompt, params = message.prompt_token_ids, message.params
-        count = self.max_len - len(prompt) if params.max_tokens is None else params.max_tokens
+        count = self.max_len - message.position_offset - len(prompt) if params.max_tokens is None else params.max_tokens
         chosen, key = self.chosen.get((name, index), []), request.noise(index)
-        text = expected(prompt, count, request.root, key, VOCAB, request.end_ids, params.min_tokens, message.bad_words, chosen)
+        text = expected(
+            prompt, count, request.root, key, VOCAB, request.end_ids, params.min_tokens, message.bad_words, chosen, message.position_offset
+        )
         end = next((at for at, token in enumerate(text) if token in request.end_ids and at >= len(chosen)), None)
         return (text, "length") if end is None else (text[: end + 1], "stop")
 
@@ -267,15 +272,19 @@ class FakeEngine:
         key, known = request.noise(seq.index), len(output)
         count = known + self._most_drafts
         right = expected(
-            message.prompt_token_ids, count, request.root, key, VOCAB, request.end_ids, message.params.min_tokens, message.bad_words, output
-        )
+            message.prompt_token_ids, count, request.root, key, VOCAB, request.end_ids, message.params.min_tokens, message.bad_words,
+            output, message.position_offset,
+        )  # fmt: skip
         return [token if random.random() < 0.7 else random.randrange(VOCAB) for token in right[known : random.randint(known, count)]]
 
     def _beam_answers(self, name: str) -> list[tuple[list[int], FinishReason]]:
         message, request = self.asked[name]
         assert message.beams is not None
-        count = min(message.params.max_tokens or self.max_len, self.max_len - len(message.prompt_token_ids))
-        return expected_beams(message.prompt_token_ids, count, request.root, VOCAB, message.beams, request.end_ids)
+        longest = self.max_len - message.position_offset - len(message.prompt_token_ids)
+        count = min(message.params.max_tokens or self.max_len, longest)
+        return expected_beams(
+            message.prompt_token_ids, count, request.root, VOCAB, message.beams, request.end_ids, message.position_offset
+        )
 
     def reason(self, name: str, index: int = 0) -> FinishReason | None:
         return self.ends[name, index].finish_reason

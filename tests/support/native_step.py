@@ -157,9 +157,10 @@ class Run:
         case = self.case
         return Step(
             num_tokens=len(self.ids), num_rows=len(case.rows), table_width=case.tables.shape[1], num_samples=len(self.samples),
-            token_ids=address(self.ids), positions=address(case.positions), slots=address(case.new_slots),
-            query_start=address(case.query_start), context_len=address(case.context_len), tables=address(case.tables),
-            sample_index=address(self.samples), hidden=address(self.hidden), logits=address(self.logits), best=address(self.best),
+            token_ids=address(self.ids), cache_index=address(case.cache_index), positions=address(case.positions),
+            slots=address(case.new_slots), query_start=address(case.query_start), context_len=address(case.context_len),
+            tables=address(case.tables), sample_index=address(self.samples), hidden=address(self.hidden), logits=address(self.logits),
+            best=address(self.best),
         )  # fmt: skip
 
     def at_once(self) -> None:

@@ -17,7 +17,7 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, OFFSET, TEMPERATURE, RowLayout
 from octavo.step.step_tensors import StepMemory, StepTensors
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
 from octavo.worker.program import Shape, entries, sizes
@@ -29,7 +29,8 @@ ROWS, MAX_LEN = 6, 96
 
 def write(row: int, tokens: list[int], *tables: list[int], params: SamplingParams | None = None) -> RowWrite:
     """`tables`: one for each cache group."""
-    return RowWrite(row, row, array("i", tokens), 1, 0, [*tables], params or SamplingParams(), (), [], NoiseKey((row, 1), 2, 3), b"")
+    noise, offset = NoiseKey((row, 1), 2, 3), 7 * row
+    return RowWrite(row, row, array("i", tokens), 1, 0, [*tables], params or SamplingParams(), (), [], noise, b"", offset)
 
 
 def new_table(block_size: int = 16, links: tuple[int, ...] = (1,)) -> RequestTable:
@@ -102,7 +103,8 @@ def test_a_mixed_plan_is_read_out_of_the_rows(case: Mixed) -> None:
     ]  # fmt: skip
     ends = [start + count for start, count in zip(plan.start, plan.num_query)]
     assert step.token_ids.tolist() == [tokens[row][position] for row, position in places]
-    assert step.positions.tolist() == [position for _, position in places]
+    assert step.cache_index.tolist() == [index for _, index in places]
+    assert step.positions.tolist() == [[index + 7 * row for row, index in places]]
     assert step.row.tolist() == plan.row
     assert step.query_start.tolist() == [sum(plan.num_query[:entry]) for entry in range(len(plan.row) + 1)]
     for group, links in enumerate(case.links):
@@ -136,7 +138,8 @@ def test_as_many_tokens_as_entries_are_not_always_one_each() -> None:
     send(words, memory.entries)
     step = memory.step(4, 4, 4)
     prepare(table.words, table.layout, 16, step)
-    assert step.token_ids.tolist() == [7, 8, 9, 5] and step.positions.tolist() == [0, 1, 2, 0]
+    assert step.token_ids.tolist() == [7, 8, 9, 5] and step.cache_index.tolist() == [0, 1, 2, 0]
+    assert step.positions.tolist() == [[7, 8, 9, 28]]
 
 
 def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() -> None:
@@ -148,6 +151,7 @@ def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() 
     said = {row: table.token_ids[row, : table.num_tokens[row]].tolist() for row in (0, 2, 3)}
     assert said == {0: [9, 8], 2: [5, 6, 70], 3: [1, 1, 77]}
     assert table.words[[0, 2], HEAD].tolist() == [1, 3] and table.words[[0, 2], NOISE].tolist() == [2, 0]
+    assert table.words[[0, 2], OFFSET].tolist() == [14, 0]
 
 
 def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:

@@ -63,7 +63,8 @@ def step_of(batch: ForwardBatch, groups: int) -> StepTensors:
     query_start, row, context_len = words
     return StepTensors(
         entries=row, query_start=query_start, row=row, start=row, outputs=row, first_output=query_start, token_ids=batch.token_ids,
-        positions=batch.positions[0], slots=batch.slots.repeat(groups, 1), context_len=context_len.repeat(groups, 1),
+        cache_index=batch.cache_index, positions=batch.positions, slots=batch.slots.repeat(groups, 1),
+        context_len=context_len.repeat(groups, 1),
         tables=batch.tables.int().repeat(groups, 1, 1), sample_index=batch.sample_index, temperature=row, noise=row, draw_positions=row,
     )  # fmt: skip
 

@@ -81,6 +81,7 @@ class AttentionCase:
     shared: tuple[int, ...] = ()  # for each row, the number of its first blocks that it shares with another row, all already written
     like: tuple[int, ...] = ()  # for each row, the earlier row that it shares these with; if empty: the previous row
     cost: ReadCost = FREE  # of shared reading
+    position_offset: int = 3  # from the index of a token in the cache to its position
 
     @cached_property
     def random(self) -> np.random.Generator:
@@ -95,8 +96,12 @@ class AttentionCase:
         return np.cumsum([0] + [new for _, new in self.rows], dtype=np.int32)
 
     @cached_property
-    def positions(self) -> Integers:
-        return np.concatenate([past + np.arange(new) for past, new in self.rows])
+    def cache_index(self) -> Words:
+        return np.concatenate([past + np.arange(new, dtype=np.int32) for past, new in self.rows])
+
+    @cached_property
+    def positions(self) -> Words:
+        return self.cache_index + np.int32(self.position_offset)
 
     @cached_property
     def tables(self) -> Words:
@@ -121,12 +126,12 @@ class AttentionCase:
     def token_rows(self) -> Integers:
         return np.repeat(np.arange(len(self.rows)), [new for _, new in self.rows])
 
-    def slots(self, rows: Integers, positions: Integers) -> Integers:
-        return self.tables[rows, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
+    def slots(self, rows: Integers, index: Integers | Words) -> Integers:
+        return self.tables[rows, index // self.block_size].astype(np.int64) * self.block_size + index % self.block_size
 
     @cached_property
     def new_slots(self) -> Integers:
-        return self.slots(self.token_rows, self.positions)
+        return self.slots(self.token_rows, self.cache_index)
 
     @cached_property
     def norms(self) -> tuple[Floats, Floats] | None:
@@ -148,7 +153,8 @@ class AttentionCase:
 
     @cached_property
     def angles(self) -> Floats:
-        return np.outer(np.arange(self.context_len.max()), 100.0 ** -np.linspace(0, 1, self.rotated // 2)).astype(np.float32)
+        longest = self.context_len.max() + self.position_offset
+        return np.outer(np.arange(longest), 100.0 ** -np.linspace(0, 1, self.rotated // 2)).astype(np.float32)
 
     @cached_property
     def projected(self) -> Floats:
@@ -182,10 +188,10 @@ class AttentionCase:
         """Points to the arrays of the case."""
         shared = self.shared_keys
         return Step(
-            num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
-            slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),
-            tables=address(self.tables), shared_start=address(shared.start), shared_nodes=address(shared.nodes),
-            shared_rows=address(shared.rows),
+            num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1],
+            cache_index=address(self.cache_index), positions=address(self.positions), slots=address(self.new_slots),
+            query_start=address(self.query_start), context_len=address(self.context_len), tables=address(self.tables),
+            shared_start=address(shared.start), shared_nodes=address(shared.nodes), shared_rows=address(shared.rows),
         )  # fmt: skip
 
     def layer(self, cos: Floats, sin: Floats, k: Cache, v: Cache) -> Layer:

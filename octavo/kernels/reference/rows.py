@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
 from octavo.step.step_tensors import NO_SLOT, StepTensors
 
 Words = NDArray[np.int32]
@@ -37,19 +37,21 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     rows, starts, firsts = out["row"], out["query_start"], out["start"]
     counts, total, padded = starts[1:] - starts[:-1], int(starts[-1]), rows[-1] < 0
     if total == len(rows) and counts.max() == 1:  # one token each, as in a decode step
-        token_rows, positions = rows, firsts.astype(np.int64)
+        token_rows, index = rows, firsts.astype(np.int64)
     else:
         token_rows = rows.repeat(counts)
-        positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
+        index = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
     after = firsts + counts  # the position after the last token of each scheduled row
     if padded:  # padding reads row 0, and writes nothing
-        positions[token_rows < 0] = 0
+        index[token_rows < 0] = 0
         after[rows < 0] = 0
-    _fill(out["positions"], positions, token_rows)
-    _fill(out["token_ids"], lines[token_rows, layout.tokens + positions], token_rows)
+    _fill(out["cache_index"], index, token_rows)
+    for axis in out["positions"]:
+        _fill(axis, index + lines[token_rows, OFFSET], token_rows)
+    _fill(out["token_ids"], lines[token_rows, layout.tokens + index], token_rows)
     for group, (links, context) in enumerate(zip(layout.links, out["context_len"])):
         table, span = layout.table(group), links * block_size
-        slots = lines[token_rows, table + positions // span].astype(np.int64) * span + positions % span
+        slots = lines[token_rows, table + index // span].astype(np.int64) * span + index % span
         _fill(out["slots"][group], slots, token_rows, NO_SLOT)
         held = -(-context // span)
         longest = int(held.max())
@@ -74,7 +76,7 @@ def _fill_outputs(out: Arrays, lines: Words, rows: Words, ends: Words, after: Wo
     out["noise"][:] = heads[:, NOISE : NOISE + NOISE_WORDS]
 
 
-def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], rows: NDArray[np.int32], padding: int = 0) -> None:
+def _fill(numbers: NDArray[Any], values: NDArray[np.int64], rows: NDArray[np.int32], padding: int = 0) -> None:
     """Writes the values of a step's tokens, and another one for padding and after the last scheduled row."""
     numbers[: len(rows)] = values if rows[-1] >= 0 else np.where(rows < 0, padding, values)
     numbers[len(rows) :] = padding

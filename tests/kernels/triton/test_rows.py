@@ -1,5 +1,6 @@
 """The kernels around a forward against their twins: random rows, padded steps, states that are not finite."""
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -49,8 +50,10 @@ def random_entries(rng: Random, words: Tensor, padded: int, tokens: int) -> list
 
 
 def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTensors:
-    step = StepMemory(LAYOUT, padded, tokens, torch.device(device)).step(padded, tokens, padded)
-    for tensor in (step.token_ids, step.positions, step.slots, step.sample_index, step.noise, step.draw_positions):
+    memory = StepMemory(LAYOUT, padded, tokens, torch.device(device))
+    axes = torch.zeros(3, tokens + 5, dtype=torch.int32, device=device)[:, :tokens]  # as of an image: height, width, time
+    step = replace(memory.step(padded, tokens, padded), positions=axes)
+    for tensor in (step.token_ids, step.cache_index, step.positions, step.slots, step.sample_index, step.noise, step.draw_positions):
         tensor.fill_(-77)  # whatever lies there
     step.entries.copy_(torch.tensor(entries, dtype=torch.int32))
     return step
@@ -87,7 +90,7 @@ def test_a_step_out_of_the_rows_and_its_results_back_into_them(
         module.finish(rows, LAYOUT, step, ids.to(place), given, given if both_are_one else hidden.to(place), result)
         found.append((step, rows, result))
     (one, *ours), (other, *theirs) = found
-    for name in ("token_ids", "positions", "slots", "context_len", "sample_index", "noise", "draw_positions", "tables"):
+    for name in ("token_ids", "cache_index", "positions", "slots", "context_len", "sample_index", "noise", "draw_positions", "tables"):
         assert torch.equal(getattr(one, name), getattr(other, name).cpu()), name
     assert torch.equal(one.temperature.view(torch.int32), other.temperature.cpu().view(torch.int32))
     for mine, its in zip(ours, theirs, strict=True):

@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
 from octavo.step.step_tensors import NO_SLOT, StepTensors
 
 TILE = 1024
-AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_NOISE, WORDS_OF_NOISE = map(tl.constexpr, (HEAD, NUM_TOKENS, TEMPERATURE, NOISE, NOISE_WORDS))
+AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_OFFSET = map(tl.constexpr, (HEAD, NUM_TOKENS, TEMPERATURE, OFFSET))
+AT_NOISE, WORDS_OF_NOISE = map(tl.constexpr, (NOISE, NOISE_WORDS))
 NOWHERE = tl.constexpr(NO_SLOT)
 
 
@@ -25,7 +26,10 @@ def copy_runs(source, target, runs, TILE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_entries", "num_tokens", "width", "tokens_at", "table_width", "slots_stride", "lengths_stride", "tables_stride"]
+    do_not_specialize=[
+        "num_entries", "num_tokens", "width", "tokens_at", "table_width",
+        "positions_stride", "slots_stride", "lengths_stride", "tables_stride",
+    ]
 )
 def prepare_entries(
     words,
@@ -35,6 +39,7 @@ def prepare_entries(
     context_len,
     first_output,
     token_ids,
+    cache_index,
     positions,
     slots,
     tables,
@@ -47,10 +52,12 @@ def prepare_entries(
     width,
     tokens_at,
     table_width,
+    positions_stride,
     slots_stride,
     lengths_stride,
     tables_stride,
     BLOCK_SIZE: tl.constexpr,
+    AXES: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -62,7 +69,9 @@ def prepare_entries(
             inside = at + lane < num_tokens
             nothing = tl.zeros([TILE], tl.int64)
             tl.store(token_ids + at + lane, nothing, mask=inside)
-            tl.store(positions + at + lane, nothing, mask=inside)
+            tl.store(cache_index + at + lane, nothing.to(tl.int32), mask=inside)
+            for axis in tl.static_range(AXES):
+                tl.store(positions + axis * positions_stride + at + lane, nothing.to(tl.int32), mask=inside)
             for group in tl.static_range(GROUPS):
                 tl.store(slots + group * slots_stride + at + lane, nothing + NOWHERE, mask=inside)
         return
@@ -71,17 +80,20 @@ def prepare_entries(
     present = row >= 0
     line = words + tl.maximum(row, 0).to(tl.int64) * width
     first = tl.load(starts + entry)
+    offset = tl.load(line + AT_OFFSET)
     for at in range(0, end - begin, TILE):
         inside = (at + lane < end - begin) & present
-        position = tl.where(inside, first + at + lane, 0)
-        token = tl.load(line + tokens_at + position, mask=inside, other=0)
+        index = tl.where(inside, first + at + lane, 0)
+        token = tl.load(line + tokens_at + index, mask=inside, other=0)
         place, written = begin + at + lane, at + lane < end - begin
         tl.store(token_ids + place, token.to(tl.int64), mask=written)
-        tl.store(positions + place, position.to(tl.int64), mask=written)
+        tl.store(cache_index + place, index, mask=written)
+        for axis in tl.static_range(AXES):
+            tl.store(positions + axis * positions_stride + place, tl.where(inside, index + offset, 0), mask=written)
         for group in tl.static_range(GROUPS):
             table = line + AT_TABLE + group * table_width
-            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            slot = tl.where(inside, block * BLOCK_SIZE + position % BLOCK_SIZE, NOWHERE)
+            block = tl.load(table + index // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = tl.where(inside, block * BLOCK_SIZE + index % BLOCK_SIZE, NOWHERE)
             tl.store(slots + group * slots_stride + place, slot, mask=written)
     for group in tl.static_range(GROUPS):
         held = tl.cdiv(tl.load(context_len + group * lengths_stride + entry), BLOCK_SIZE)
@@ -164,10 +176,11 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     assert layout.links == (1,) * layout.groups, "the kernel has one size of blocks for all groups"
     entries = len(step.row)
     prepare_entries[(entries + 1,)](
-        words, step.query_start, step.row, step.start, step.context_len, step.first_output, step.token_ids, step.positions, step.slots,
-        step.tables, step.sample_index, step.temperature, step.noise, step.draw_positions, entries, len(step.token_ids), layout.width,
-        layout.tokens, layout.max_blocks, step.slots.stride(0), step.context_len.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size,
-        GROUPS=layout.groups, TILE=TILE, num_warps=4,
+        words, step.query_start, step.row, step.start, step.context_len, step.first_output, step.token_ids, step.cache_index,
+        step.positions, step.slots, step.tables, step.sample_index, step.temperature, step.noise, step.draw_positions, entries,
+        len(step.token_ids), layout.width, layout.tokens, layout.max_blocks, step.positions.stride(0), step.slots.stride(0),
+        step.context_len.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size, AXES=len(step.positions), GROUPS=layout.groups,
+        TILE=TILE, num_warps=4,
     )  # fmt: skip
 
 
