@@ -51,13 +51,18 @@ static inline void put(const float *values, const Target &target, int64_t row, i
         for (int64_t i = 0; i < count; i++) target.halves[place + i] = float_to_bf16(values[i]);
 }
 
+// Attention of a query is computed piece by piece, and the pieces are joined in the order of their positions. They begin at multiples
+// of PIECE, so the result does not depend on the task that computes a piece, or on the other queries there.
+const int64_t PIECE = 256;
+
 struct Task {                // attention of one kv head for some queries over keys of one row
     int64_t row, token, queries;      // the row of the keys; the first token, and the number of queries
     const int32_t *tokens;            // or null: the queries are consecutive
     int64_t kv_head;
-    int64_t begin, end;               // positions of the context
-    int64_t partial;                  // index of its partial result, or -1: it computes the final result and merges these parts
-    const int64_t *places;            // partial results over other keys of the same queries
+    int64_t begin, end;               // positions of the context; `begin` is the first of a piece
+    int64_t partial;                  // index of its first partial result, or -1: it computes the final result and begins with these parts
+    bool joined;                      // its partial result is over all its keys; otherwise there is one for each piece
+    const int64_t *places;            // partial results over the keys before it, of the same queries, in order
     int64_t parts;                    // their number
 
     int64_t token_of(int64_t query) const { return tokens ? tokens[query] : token + query; }
