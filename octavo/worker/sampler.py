@@ -176,7 +176,10 @@ class Sampler:
         """Appends the ids of rows that were resampled, or that have drafts."""
         entries = dict.fromkeys([one.entry for one in asked if one.special.redrawn]) | dict.fromkeys(plan.drafts)
         first = plan.first_outputs()
-        drafted = [(plan.row[entry], plan.sampled_position(entry), first[entry], num_drafts(plan, entry, masks)) for entry in entries]
+        drafted = [
+            (plan.row[entry], plan.sampled_position(entry), first[entry], num_drafts(plan, entry, masks) if entry in plan.drafts else 0)
+            for entry in entries
+        ]
         if drafted:
             self._table.accept(drafted, ids)
 
