@@ -15,23 +15,67 @@ multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and
 """
 
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.messages import StepPlan
 from octavo.step.row_words import NOISE_WORDS, RowLayout
 
 ALIGNED = 4  # words
 NO_SLOT = -1  # nothing is stored there
 AXES = 1  # of positions: text has one
+PADDING = -1  # the row of a padding entry
 ENTRY_PARTS = 5  # before the lengths, of which there is a part for each cache group
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a step, maybe padded."""
+
+    entries: int
+    tokens: int
+    outputs: int  # at least one for each entry, and as many if no row has drafts
+    in_teams: bool = False  # on a device: some rows have shared-prefix groups, which need more kernels
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every scheduled row has one token."""
+        return self.entries == self.tokens
 
 
 def part_words(entries: int) -> int:
     """Returns the size of each part."""
     return -(-(entries + 1) // ALIGNED) * ALIGNED
+
+
+def packed_entries(plan: StepPlan, shape: Shape, groups: int) -> NDArray[np.int32]:
+    """Returns the plan as packed int32 fields, padded to a shape, in the order of `StepTensors`."""
+    count, size = len(plan.row), shape.entries
+    words = np.zeros((ENTRY_PARTS + groups, part_words(size)), np.int32)
+    (query_start, row, start, outputs, first_output), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
+    query_start[1 : count + 1] = list(accumulate(plan.num_query))
+    if size > count:
+        query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
+    row[:count], row[count:] = plan.row, PADDING
+    start[:count], outputs[:count] = plan.start, plan.outputs
+    first_output[: size + 1] = np.arange(size + 1)
+    if plan.drafts:
+        first_output[: count + 1] = plan.first_outputs()
+        first_output[count + 1 :] = np.minimum(first_output[count] + np.arange(1, len(first_output) - count), shape.outputs)
+    context_len[:] = start[:count] + query_start[1 : count + 1] - query_start[:count]
+    for group, lengths in plan.group_lengths.items():
+        context_len[group] = lengths
+    return words.ravel()
+
+
+def plan_sizes(plan: StepPlan) -> tuple[int, int, int]:
+    """Returns how many entries, tokens and outputs a plan has."""
+    return len(plan.row), sum(plan.num_query), plan.first_outputs()[-1]
 
 
 @dataclass(frozen=True, slots=True)

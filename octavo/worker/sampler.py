@@ -262,7 +262,7 @@ class Sampler:
         again = redrawn(params, write.bad_words)
         if not again and params.logprobs is None:
             return None
-        edited = logit_edits.wanted(params, write.bad_words)
+        edited = params.edits_logits or write.bad_words
         edits = self._held(logit_edits.pack(params, write.end_ids, write.bad_words)) if edited else None
         return Special(_with_noise(_line(params), write.noise), edits, again, params.greedy, params.filtered, params.logprobs)
 
