@@ -1,17 +1,16 @@
-"""The tensors of a step, at fixed addresses, so that a captured graph can be replayed.
+"""What a device has of sequences and steps: the rows of the request table (`RowLayout`), and the tensors of a step (`StepTensors`).
 
+    row       | 8 words: lengths, temperature, noise, offset | block tables, max_blocks words for each group | token ids, max_len words |
     entries   sent by the host, one int32 array:
               query_start [P+1] | row [P] | start [P] | outputs [P] | first_output [P+1] | context_len [groups, P]
-    the rest  read by `prepare` from the rows
+    the rest  of the tensors is read by `prepare` from the rows
 
 P scheduled rows have T tokens and S outputs: logits that an id may be sampled from. A row has at least one output, after its last
-token, and a row with drafts has one more for each of them. Padding rows have one output each, until there are S.
+token, and a row with drafts has one more for each of them. Padding rows have one output each, until there are S. The tensors are at
+fixed addresses, so that a captured graph can be replayed.
 
 A token's index in the cache follows from its row alone: it determines the slot, the keys that the token reads and its sampling noise.
 Its position is what the model encodes: the index plus the row's offset, on each axis.
-
-A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at a
-multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 """
 
 from dataclasses import dataclass, field, fields
@@ -23,8 +22,58 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo import layout
+from octavo.errors import ConfigError
 from octavo.messages import StepPlan
-from octavo.step.row_words import NOISE_WORDS, RowLayout
+
+# -- rows
+#
+# A row is copied, written and read as int32; floats are stored as their bits. This module defines the layout for kernels and host.
+# Lengths, ids and blocks are below 2^31: a row has at most MOST_WORDS fields, and settings, vocabulary and pool are checked when they
+# are read. The noise words are unsigned, and use all 32 bits. The offset of a row in the table may exceed 2^31, and is an int64.
+
+NUM_TOKENS, NUM_PROMPT, TEMPERATURE, NOISE = range(4)
+NOISE_WORDS = layout.NOISE_WORDS
+OFFSET = NOISE + NOISE_WORDS  # the position of a token is its index in the row plus this
+HEAD = layout.ROW_HEAD  # start of the first block table
+MOST_WORDS = 65_535 * 1024  # of a row: a run is copied by programs in the second dimension of a grid, which is limited
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    max_blocks: int  # of one table
+    max_len: int
+    links: tuple[int, ...] = (1,)  # per cache group: a block of its table has this many times `block_size` tokens
+
+    def __post_init__(self) -> None:
+        if self.width > MOST_WORDS:
+            raise ConfigError(
+                f"max_model_len is too large: a row of {self.max_len:,} tokens in {self.max_blocks:,} blocks takes "
+                f"{self.width:,} words, at most {MOST_WORDS:,}"
+            )
+
+    @property
+    def groups(self) -> int:
+        return len(self.links)
+
+    def table(self, group: int) -> int:
+        """Returns the start of the block table of a group."""
+        return HEAD + group * self.max_blocks
+
+    @property
+    def tokens(self) -> int:
+        """The start of the token ids."""
+        return self.table(self.groups)
+
+    @property
+    def width(self) -> int:
+        return self.tokens + self.max_len
+
+
+# -- steps
+#
+# A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at
+# a multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 
 ALIGNED = 4  # words
 NO_SLOT = -1  # nothing is stored there

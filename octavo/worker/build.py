@@ -37,7 +37,7 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.sizing.gpu_size import captured_tokens
-from octavo.step.row_words import RowLayout
+from octavo.step.step_tensors import RowLayout
 from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults

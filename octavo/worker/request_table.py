@@ -1,4 +1,4 @@
-"""`RequestTable`: the worker's state of each running sequence, one row of packed int32 fields each (`step/row_words.py`).
+"""`RequestTable`: the worker's state of each running sequence, one row of packed int32 fields each (`step/step_tensors.py`).
 
     row   lengths, temperature, noise   block tables             token_ids
      0    4, 4, 0.7, ...                [ 5  9  0 .. ]           [ 12  7 99  4 .. ]
@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.ops import accept, copy_words
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
 
 Words = NDArray[np.int32]
 Places = NDArray[np.int64]

@@ -17,8 +17,7 @@ from octavo.errors import ConfigError, VerifyError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
 from octavo.policy.beam_groups import BeamGroups
-from octavo.step.row_words import HEAD
-from octavo.step.step_tensors import Shape
+from octavo.step.step_tensors import HEAD, Shape
 from octavo.worker.graph_program import Graph
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner

@@ -34,7 +34,7 @@ from octavo.models.registry import build_model, cache_specs, describe
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import RowLayout
+from octavo.step.step_tensors import RowLayout
 from octavo.worker.compile_process import NoGPU, find_jobs
 from octavo.worker.compilers import DRIVER, Wanted, variant
 from octavo.worker.graph_program import Graph

@@ -17,8 +17,19 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, OFFSET, TEMPERATURE, RowLayout
-from octavo.step.step_tensors import Shape, StepMemory, StepTensors, packed_entries, plan_sizes
+from octavo.step.step_tensors import (
+    HEAD,
+    NOISE,
+    NOISE_WORDS,
+    OFFSET,
+    TEMPERATURE,
+    RowLayout,
+    Shape,
+    StepMemory,
+    StepTensors,
+    packed_entries,
+    plan_sizes,
+)
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
 from octavo.worker.request_table import RequestTable, send
 
