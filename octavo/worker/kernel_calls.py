@@ -38,8 +38,7 @@ from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_nor
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.step.logit_edits import HEAD
-from octavo.step.row_words import RowLayout
-from octavo.step.step_tensors import StepMemory
+from octavo.step.step_tensors import RowLayout, StepMemory
 from octavo.step.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.worker.kernel_shapes import KernelShapes
 
