@@ -80,7 +80,7 @@ merge_parts = by_device(layer.merge_parts, "gemv.products")
 packed_linear = by_device(layer.packed_linear, "packed.products")
 packed_gate_up = by_device(layer.packed_gate_up, "packed.products")
 unpack = by_device(layer.unpack, "packed.products")
-fp8_linear = by_device(fp8.fp8_linear, "fp8.products")
+fp8_linear = by_device(fp8.fp8_linear, "fp8")
 choose_experts = by_device(moe.choose_experts, "moe.route")
 mixture = by_device(moe.mixture, "moe.products")
 

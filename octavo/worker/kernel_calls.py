@@ -21,7 +21,7 @@ from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
-from octavo.kernels.triton.fp8.precompile import fp8_calls
+from octavo.kernels.triton.fp8 import fp8_calls
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
 from octavo.kernels.triton.moe.precompile import mixture_calls

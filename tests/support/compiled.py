@@ -31,8 +31,7 @@ from octavo.kernels.gates import Gate
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
-from octavo.kernels.triton.fp8.products import by_tiles, fp8_linear, rule
-from octavo.kernels.triton.fp8.rules import exact_tiles
+from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, rule
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts

@@ -10,9 +10,8 @@ from octavo.kernels.fp8_matrix import FP8_EXACT_ROWS, Fp8Matrix
 from octavo.kernels.kernel_shapes import Fp8Shape
 from octavo.kernels.reference import fp8 as plain
 from octavo.kernels.reference import layer
-from octavo.kernels.triton.fp8 import products as fp8
-from octavo.kernels.triton.fp8.precompile import fp8_calls
-from octavo.kernels.triton.fp8.rules import Tiles
+from octavo.kernels.triton import fp8
+from octavo.kernels.triton.fp8 import Tiles, fp8_calls
 from octavo.kernels.triton.gemv import products as gemv
 from octavo.kernels.triton.gemv.tiles import ProductTiles
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import GATES, Gate
-from octavo.kernels.triton.gemv.gemv import gemv
-from octavo.kernels.triton.gemv.merge import merge_gemv, merge_heads
+from octavo.kernels.triton.gemv.gemv import gemv, merge_gemv, merge_heads
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, fp8_row_tiles, merge_tiles, product_tiles
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, converts_fp8
