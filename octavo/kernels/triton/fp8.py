@@ -23,7 +23,7 @@ from octavo.kernels.kernel_shapes import Fp8Shape
 from octavo.kernels.triton.gemv.gemv import widened
 from octavo.kernels.triton.gemv.products import linear
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD
-from octavo.kernels.triton.packed.common import sum_shares
+from octavo.kernels.triton.packed.codes import sum_shares
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 from octavo.kernels.triton.target import HOPPER, capability, converts_fp8, is_roomy
 

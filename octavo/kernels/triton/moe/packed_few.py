@@ -9,7 +9,7 @@ A row of W is read in STEPS; AHEAD of them are in flight before the first is use
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed.common import FLOATS, MAX_SPAN, WORD_BITS
+from octavo.kernels.triton.packed.codes import FLOATS, MAX_SPAN, WORD_BITS
 from octavo.kernels.triton.packed.gemv import asked_for, float_products, in_spans, products, x_of_a_step
 from octavo.kernels.triton.pdl import begin, wait
 from octavo.kernels.triton.step.activation import gated

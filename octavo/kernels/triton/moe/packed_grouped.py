@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.moe.grouped import choices_of
-from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS, scale_and_offset, weights
-from octavo.kernels.triton.packed.register_order import gathered, side_by_side, spread
+from octavo.kernels.triton.packed.codes import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.gemm import gathered, side_by_side, spread
 from octavo.kernels.triton.pdl import begin, wait
 
 
