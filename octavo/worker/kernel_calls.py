@@ -24,7 +24,7 @@ from octavo.kernels.triton.attention.paged_attention import paged_attention, sha
 from octavo.kernels.triton.fp8 import fp8_calls
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
-from octavo.kernels.triton.moe.precompile import mixture_calls
+from octavo.kernels.triton.moe.products import mixture_calls
 from octavo.kernels.triton.packed.products import packed_calls
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
