@@ -25,9 +25,9 @@ from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.gemv.products import gate_up, linear, norm_linear
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.cache import write_kv
+from octavo.kernels.triton.step.elementwise import silu_and_mul
 from octavo.kernels.triton.step.norm import add_rms_norm
-from octavo.kernels.triton.step.write_kv import write_kv
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -56,15 +56,15 @@ def _on_gpu(first: Any) -> bool:
 
 rms_norm = by_device(layer.rms_norm, "step.norm")
 add_rms_norm = by_device(layer.add_rms_norm, "step.norm")
-layer_norm = by_device(layer.layer_norm, "step.layer_norm")
-add_layer_norm = by_device(layer.add_layer_norm, "step.layer_norm")
+layer_norm = by_device(layer.layer_norm, "step.norm")
+add_layer_norm = by_device(layer.add_layer_norm, "step.norm")
 norm_add = by_device(layer.norm_add, "step.norm")
 norm_add_norm = by_device(layer.norm_add_norm, "step.norm")
-gelu = by_device(layer.gelu, "step.activation")
-silu_and_mul = by_device(layer.silu_and_mul, "step.activation")
-gelu_and_mul = by_device(layer.gelu_and_mul, "step.activation")
-gate_and_mul = by_device(layer.gate_and_mul, "step.activation")
-scale_logits = by_device(layer.scale_logits, "step.logits")
+gelu = by_device(layer.gelu, "step.elementwise")
+silu_and_mul = by_device(layer.silu_and_mul, "step.elementwise")
+gelu_and_mul = by_device(layer.gelu_and_mul, "step.elementwise")
+gate_and_mul = by_device(layer.gate_and_mul, "step.elementwise")
+scale_logits = by_device(layer.scale_logits, "step.elementwise")
 
 # -- products of small batches, each with the small operations before it
 
@@ -86,9 +86,9 @@ mixture = by_device(moe.mixture, "moe.products")
 
 # -- the cache, the rows, and the samples
 
-write_kv = by_device(attention.write_kv, "step.write_kv")
+write_kv = by_device(attention.write_kv, "step.cache")
 decode_attention_parts = by_device(attention.decode_attention_parts, "attention.fused_decode")
-copy_blocks = by_device(attention.copy_blocks, "step.copy_blocks")
+copy_blocks = by_device(attention.copy_blocks, "step.cache")
 copy_words = by_device(rows.copy_words, "step.rows")
 prepare = by_device(rows.prepare, "step.rows")
 finish = by_device(rows.finish, "step.rows")

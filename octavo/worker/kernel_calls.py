@@ -30,13 +30,10 @@ from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import gate_and_mul, gelu
-from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
-from octavo.kernels.triton.step.logits import scale_logits
-from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm
+from octavo.kernels.triton.step.cache import copy_blocks, write_kv
+from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, scale_logits
+from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, layer_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
-from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.step.logit_edits import HEAD
 from octavo.step.row_words import RowLayout
 from octavo.step.step_tensors import StepMemory

@@ -40,11 +40,9 @@ from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import gate_and_mul, silu_and_mul
-from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.logits import scale_logits
+from octavo.kernels.triton.step.cache import copy_blocks, write_kv
+from octavo.kernels.triton.step.elementwise import gate_and_mul, scale_logits, silu_and_mul
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
-from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.step.logit_edits import HEAD
 from octavo.worker.compile_process import NoGPU
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.attention.common import HIDDEN
 from octavo.kernels.triton.pdl import begin, wait
-from octavo.kernels.triton.step.activation import gated
+from octavo.kernels.triton.step.elementwise import gated
 from octavo.kernels.triton.step.norm import added, normed
 
 REBASE = tl.constexpr(2.0**120)  # the exponent bias of e4m3 is 7, that of float32 127

@@ -21,7 +21,7 @@ from octavo.kernels.triton.packed.codes import MAX_SPAN, WORD_BITS, scale_and_of
 from octavo.kernels.triton.packed.gemm import gathered, side_by_side, spread
 from octavo.kernels.triton.packed.products import form_of, in_order, table_of
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
-from octavo.kernels.triton.step.activation import gate_and_mul, gated
+from octavo.kernels.triton.step.elementwise import gate_and_mul, gated
 from octavo.kernels.triton.target import capability, is_roomy
 
 SUM_TILE = 1024

@@ -23,7 +23,7 @@ from octavo.kernels.triton.packed.codes import FLOATS, MAX_SPAN, WORD_BITS
 from octavo.kernels.triton.packed.gemv import asked_for, float_products, in_spans, products, x_of_a_step
 from octavo.kernels.triton.packed.products import form_of, table_of
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
-from octavo.kernels.triton.step.activation import gated
+from octavo.kernels.triton.step.elementwise import gated
 
 HELD = 16384  # matrix elements that a program holds
 MAX_HELD = 2 * HELD

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.packed.codes import MAX_SPAN, WORD_BITS, ask_for, four_bits, scale_and_offset, weights
 from octavo.kernels.triton.pdl import begin, wait
-from octavo.kernels.triton.step.activation import gated
+from octavo.kernels.triton.step.elementwise import gated
 
 # -- the order in which lines and words are loaded, so that each thread has the data for its part of tl.dot in its registers
 #

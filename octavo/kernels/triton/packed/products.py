@@ -25,7 +25,7 @@ from octavo.kernels.triton.packed.codes import FLOATS, LOOKED_UP, sum_shares, un
 from octavo.kernels.triton.packed.gemm import packed_gemm, packed_small_gemm
 from octavo.kernels.triton.packed.gemv import packed_gemv
 from octavo.kernels.triton.pdl import use_pdl
-from octavo.kernels.triton.step.activation import gate_and_mul
+from octavo.kernels.triton.step.elementwise import gate_and_mul
 from octavo.kernels.triton.target import capability, is_roomy
 from octavo.layout import SLAB
 
