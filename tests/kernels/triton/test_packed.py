@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import layer as plain
-from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
+from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.packed import products as packed
 from octavo.kernels.triton.packed.products import GEMM_ROWS, Gemm, Gemv, PackedShape, SmallGemm, packed_calls
 
