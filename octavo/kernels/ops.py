@@ -71,7 +71,7 @@ scale_logits = by_device(layer.scale_logits, "step.elementwise")
 few_linear = by_device(layer.linear, "gemv.products")
 norm_linear = by_device(layer.norm_linear, "gemv.products")
 norm_router = by_device(layer.norm_router, "gemv.products")
-gate_up = by_device(layer.gate_up, "gemv.products")
+norm_gate_up = by_device(layer.norm_gate_up, "gemv.products")
 merge_linear = by_device(layer.merge_linear, "gemv.products")
 merge_parts = by_device(layer.merge_parts, "gemv.products")
 

@@ -22,7 +22,7 @@ from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.fp8 import fp8_calls
-from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
+from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
 from octavo.kernels.triton.moe.products import mixture_calls
 from octavo.kernels.triton.packed.products import packed_calls
@@ -101,7 +101,7 @@ class KernelCalls:
         ]  # fmt: skip
 
     def has_small_batches(self) -> bool:
-        """As `models/small_batch.py`."""
+        """As `SmallBatch` in `models/dense.py`."""
         plain = self.layer.norm.kind == "rms" and not self.layer.parallel and self.gate is not None
         return plain and few_rows(self.spec.head_dim) > 0 and self.spec.qk_norm != "whole" and not self.spec.alibi
 
@@ -175,7 +175,7 @@ class KernelCalls:
                 norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, times)
                 return
             assert self.gate is not None
-            gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)
+            norm_gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)
             linear(self.numbers(rows, inner), self.matrix(hidden, inner, rows), None)
 
         return call

@@ -32,7 +32,7 @@ from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, rule
-from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack
@@ -102,7 +102,7 @@ def compile_few(rows: int) -> None:
     parts = decode_attention_parts(qkv, norms, turns, turns, *few, cache, cache, 0.1)
     merge_linear(*parts, torch.empty(SIZE, HEADS * DIM, **BF16)), merge_parts(*parts, torch.bfloat16)
     x, scales, weight = torch.empty(rows, SIZE, **BF16), torch.empty(SIZE, **BF16), torch.empty(1024, SIZE, **BF16)
-    linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
+    linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), norm_gate_up(x, x, scales, 1e-6, weight)
 
 
 def compile_heads(heads: int, kv_heads: int, dim: int, rotated: int, **options: Any) -> None:
