@@ -25,7 +25,7 @@ from octavo.loading.shape import model_shape
 from octavo.messages import NoiseKey, RowFork, StepPlan
 from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs, read_config
-from octavo.step.row_words import RowLayout
+from octavo.step.step_tensors import RowLayout
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.request_table import RequestTable
 from tests.support.fake import FakeEngine, sampling

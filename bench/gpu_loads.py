@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.bench import loads  # noqa: E402
-from octavo.worker.program import Shape  # noqa: E402
+from octavo.step.step_tensors import Shape  # noqa: E402
 
 QWEN3_30B_A3B = dict(
     loads.QWEN3_06B, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,

@@ -25,8 +25,8 @@ from octavo.engine.core import EngineCore
 from octavo.engine.routing import CacheUpdates, Routing
 from octavo.messages import AddRequest, CacheChange, Delta, Limits, StepPlan, StepResult
 from octavo.policy.block_pool import BlockPool
-from octavo.policy.digests import Digests
 from octavo.policy.kv_manager import KVManager
+from octavo.policy.prefix_matcher import Digests
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Kept, Masks, Promise

@@ -28,9 +28,7 @@ FORMS = 'a prompt is a str, a list of token ids, {"prompt": ...} or {"prompt_tok
 
 
 def prompt_parts(prompt: object) -> tuple[str | None, list[int] | None]:
-    """Returns the text and the token ids of a prompt. It has at least one of them."""
-    if isinstance(prompt, str):
-        return prompt, None
+    """Returns the text and the token ids of a prompt that is not a str. It has at least one of them."""
     if isinstance(prompt, Mapping):
         return _parts_of_fields(prompt)
     return None, _ids(prompt)

@@ -12,7 +12,7 @@ WORD_BITS = 16
 MAX_SPAN = 32  # columns that are interleaved
 SLAB = 1 << 24  # weights that are dequantised at once, for steps of many tokens
 
-# words of a row, before its block tables (`step/row_words.py`)
+# words of a row, before its block tables (`step/step_tensors.py`)
 ROW_HEAD = 8
 NOISE_WORDS = 4  # key, key, stream, high
 

@@ -139,6 +139,12 @@ class SamplingParams:
         """Whether tokens are left out before one is drawn; the best one is taken whatever is left out beside it."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before tokens are drawn. Bad words change them, too, but the engine has these as ids."""
+        penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return bool(penalised or self.min_tokens or self.logit_bias or self.allowed_token_ids)
+
     def for_chat(self) -> "SamplingParams":
         """The same, but an answer of no stated length may take the rest of the context."""
         return self.with_defaults({"max_tokens": None})

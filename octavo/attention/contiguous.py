@@ -25,7 +25,7 @@ from octavo.kernels.reference.attention import load_regions, load_spans
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    token_rows: Tensor  # [T] the row of each token
+    token_rows: Tensor  # [T] int64: the row of each token
     groups: list[RowGroup]
     shared: SharedRows | None
 
@@ -39,13 +39,13 @@ class ContiguousBackend:
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Prepared:
-        return Prepared(batch.rows.repeat_interleave(batch.query_start.diff()), *split_rows(batch))
+        return Prepared(batch.rows.long().repeat_interleave(batch.query_start.diff()), *split_rows(batch))
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
         q, k = norm_and_rotate(q, k, norms, rope, batch.rope_positions)
         max_len = cache["k"].shape[1]
-        slots = batch.attention.token_rows * max_len + batch.cache_index
+        slots = batch.attention.token_rows.long() * max_len + batch.cache_index  # torch indexes buffers by int64
         keep(cache, k, v, slots)
         return q
 

@@ -11,8 +11,7 @@ from types import FrameType
 from octavo import log
 from octavo.cli.args import MODEL_HELP, add_server_flags, server_configs
 from octavo.config import debug_from_environment, log_level
-from octavo.server.access import who_reads
-from octavo.server.listen import bind
+from octavo.server.listen import bind, who_reads
 from octavo.server_config import ServerConfig
 
 EXAMPLES = """examples:

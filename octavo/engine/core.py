@@ -41,9 +41,12 @@ class EngineCore:
         return bool(self.scheduler.requests or self._launched or self._updates)
 
     def add(self, request: AddRequest) -> None:
-        self.grammars.check(request.params)
+        has_grammar = request.params.structured_outputs is not None
+        if has_grammar:
+            self.grammars.check()
         self.scheduler.add(request)
-        self.grammars.add(self.scheduler.requests[request.request_id])
+        if has_grammar or request.request_id in self.grammars.request_ids:  # of an earlier request with the same id
+            self.grammars.add(self.scheduler.requests[request.request_id])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
         ended = self.scheduler.abort(request_id, index)
@@ -59,10 +62,11 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """Runs one step and returns its updates. If a step raises, its updates are returned by the next step."""
-        self._updates += self.grammars.collect(self.scheduler)
-        if not self._launched and self.grammars.must_wait(self.scheduler):
-            self.grammars.nap()
-            return self._given_out()
+        if self.grammars.request_ids:
+            self._updates += self.grammars.collect(self.scheduler)
+            if not self._launched and self.grammars.must_wait(self.scheduler):
+                self.grammars.nap()
+                return self._given_out()
         for trace in self.traces:
             trace.begin()
         plan = self.scheduler.schedule()
@@ -76,7 +80,7 @@ class EngineCore:
                 self.executor.forward(plan)
                 self._mark("forward")
                 self._settle(self._stages - 1)
-                masks, ends = self.grammars.fill(self.scheduler, plan)
+                masks, ends = self.grammars.fill(self.scheduler, plan) if plan.mask_rows else (None, [])
                 self._updates += ends
                 self._launched.append((plan, self.executor.sample(masks)))
                 self._mark("sample")
@@ -141,4 +145,4 @@ class EngineCore:
         self._take(self.scheduler.fail(plan, f"the engine failed in this step: {error}"))
 
     def _take(self, deltas: list[Delta]) -> None:
-        self._updates += self.grammars.advance(self.scheduler, deltas)
+        self._updates += self.grammars.advance(self.scheduler, deltas) if self.grammars.request_ids else deltas

@@ -29,7 +29,6 @@ from octavo.errors import OctavoError, RequestError
 from octavo.messages import Delta, StepPlan
 from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
-from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.grammar_text import grammar_text, need_library
 from octavo.text.tokenizer import Tokenizer
@@ -79,13 +78,12 @@ class Grammars:
         self._guide: Future[Guide] | None = None
         self._cache: OrderedDict[StructuredOutputsParams, Future[Matcher]] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
+        self.request_ids: set[str] = set()  # of requests with a grammar; while there are any, each step calls `collect`
         self._jobs: dict[str, _Job] = {}  # request id -> the compilation it waits for
         self._guided: dict[str, _Guided] = {}  # by request id
 
-    def check(self, params: SamplingParams) -> None:
-        """Refuses a request that can never be served."""
-        if params.structured_outputs is None:
-            return
+    def check(self) -> None:
+        """Refuses a request with a grammar if it can never be served."""
         if self._tokenizer is None:
             raise RequestError(f"{PARAM} needs a tokenizer, and skip_tokenizer_init is set", PARAM)
         need_library()
@@ -96,13 +94,14 @@ class Grammars:
         if request.params.structured_outputs is None:
             return
         request.held = True
+        self.request_ids.add(request.request_id)
         compiled = self._compiled(request.params.structured_outputs)
         self._jobs[request.request_id] = _Job(compiled, time.monotonic() + COMPILE_SECONDS)
 
     def collect(self, scheduler: Scheduler) -> list[Delta]:
         """Releases requests whose grammar is compiled, ends requests whose grammar failed, and forgets requests that have ended."""
         updates: list[Delta] = []
-        self._forget([name for name in (*self._jobs, *self._guided) if name not in scheduler.requests])
+        self._forget([name for name in self.request_ids if name not in scheduler.requests])
         for name, job in list(self._jobs.items()):
             late = self._late or time.monotonic() > job.due
             if not late and not job.compiled.done():
@@ -186,16 +185,16 @@ class Grammars:
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
+            self.request_ids.discard(name)
             self._jobs.pop(name, None)
             self._guided.pop(name, None)
 
-    def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
+    def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks, list[Delta]]:
         """Returns the masks of the plan's masked rows, [outputs, words], and the ends of rows that have no possible next token.
 
-        A mask allows nothing after a draft that the grammar does not allow, or where the text cannot go on: the draft is not accepted.
+        The plan must have masked rows. A mask allows nothing after a draft that the grammar does not allow, or where the text cannot go
+        on: the draft is not accepted.
         """
-        if not plan.mask_rows:
-            return None, []
         assert self._guide is not None
         guide, running = self._guide.result(), {seq.seq_id: seq for seq in scheduler.running}
         first = [0, *accumulate(plan.outputs[entry] for entry in plan.mask_rows)]

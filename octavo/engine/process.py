@@ -215,7 +215,7 @@ def serve(spawn: SpawnConfig) -> None:
     source = ModelSource(Path(spawn.path), spawn.kind, spawn.name, spawn.config.hf_overrides)
     model = replace(load_model_config(source), eos_token_ids=spawn.end_ids)
     limit = frame_limit(spawn.config, model)
-    router = Router(spawn.address, spawn.epoch, spawn.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno(), far=spawn.far)
+    router = Router(spawn.address, spawn.epoch, spawn.max_queue, limit, Faults.of(debug), lifeline=sys.stdin.fileno(), far=spawn.far)
     router.start()
     tokenizer = None if spawn.config.skip_tokenizer_init else partial(load_tokenizer, source)
     share = Share(spawn.memory_share, spawn.digest_key, spawn.weights, spawn.clock_ahead)

@@ -77,8 +77,9 @@ class _Client:
 
 class Router:
     def __init__(
-        self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults, lifeline: int | None = None, far: bool = False
-    ) -> None:
+        self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults | None,
+        lifeline: int | None = None, far: bool = False,
+    ) -> None:  # fmt: skip
         """`lifeline`: a descriptor that closes when the parent ends. `far`: clients are processes of another host."""
         self._epoch = epoch
         self._max_queue = max_queue
@@ -311,7 +312,8 @@ class Router:
         frame = wire.encode(wire.UpFrame(self._epoch, client.sent, body))
         if isinstance(body, wire.Updates):
             self._update_frames += 1
-            frame = self._faults.on_the_way(self._update_frames, frame)
+            if self._faults is not None:
+                frame = self._faults.on_the_way(self._update_frames, frame)
         if frame:
             self._socket.send_multipart([client.identity, frame], zmq.NOBLOCK)
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from octavo.messages import CacheChange
 from octavo.policy.block_pool import BlockKey, BlockPool, Event
-from octavo.policy.digests import SHORT
+from octavo.policy.prefix_matcher import SHORT
 from octavo.server_config import RoutingPolicy
 
 Policy = RoutingPolicy | Literal["first"]

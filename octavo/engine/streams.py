@@ -19,7 +19,7 @@ from octavo.engine.routing import Choice, Policy, Routing
 from octavo.errors import EngineError, OctavoError, RequestError, UnavailableError
 from octavo.messages import AddRequest, CacheChange, Delta, LifeRecord
 from octavo.outputs import RequestOutput, TextDelta
-from octavo.policy.digests import Digests
+from octavo.policy.prefix_matcher import Digests
 from octavo.text.tokenizer import Tokenizer
 
 TURN_LOGPROBS = 16  # deltas with logprobs that are decoded before other readers get a turn: about 0.2 ms each

@@ -1,6 +1,6 @@
 """`--record FILE` writes the lines of the view to a file, which the page can replay without a server (docs/view.md).
 
-Only its owner can read the file. access.py says whether it has text. It ends at MOST_BYTES, with the server, or when the disk is full.
+Only its owner can read the file. The server decides whether it has text. It ends at MOST_BYTES, with the server, or when the disk is full.
 """
 
 import asyncio

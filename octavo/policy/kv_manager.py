@@ -18,8 +18,7 @@ from collections.abc import Callable
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from octavo.policy.cache_group import FULL, UNBOUNDED, CacheGroup
-from octavo.policy.digests import Digests
-from octavo.policy.prefix_matcher import PrefixHit, PrefixMatcher
+from octavo.policy.prefix_matcher import Digests, PrefixHit, PrefixMatcher
 from octavo.policy.request import NEVER_TRIED, Sequence
 
 

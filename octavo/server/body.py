@@ -1,73 +1,48 @@
-"""Bodies of requests: bytes to a checked object, or a 400 that names the field.
-
-    class Question(Body):            fields with their types; strict: "1" and true are not numbers, and no number is infinite
-        prompt: str
+"""Reads bodies of requests: bytes to a checked object, or a 400 that names the field. fields.py describes the fields.
 
     @router.post("/ask", openapi_extra=takes(Question))
     async def ask(request: Request) -> ...:
         question = await read_body(request, Question, refused={})
 
 The parser is pydantic's: strict UTF-8, at most 200 levels, the last of equal keys wins. NaN and infinity are refused anywhere in a body.
-A list stops at its first wrong item (`TokenIds`, `Texts`, `Numbers`), because a million errors would take seconds and gigabytes.
+From the body of a route that generates text, the form of the answer or the beam search that it requests is read, too.
 """
 
 import gc
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.log import logger
+from octavo.messages import Beams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.errors import ApiError
+from octavo.server.fields import ACCEPTED, REFUSED, ChatBody, CompletionBody, GenerationBody, Refusal
 from octavo.server.state import Server
 from octavo.server.turns import SMALL_BYTES, disconnect, unless
+from octavo.structured_outputs import PARAM, StructuredOutputsParams, structured_outputs
+from octavo.text.tools import ToolChoice
 
-ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # accepted, and without effect here
 MOST_WARNINGS = 256
+MOST_LABEL_CHARS = 65_536  # in user and metadata, which this server does not use
 LARGE_BYTES = 256 * 2**10  # a larger body is parsed and checked in a thread, so that the event loop goes on
 UNSUPPORTED = "unsupported_parameter"
 MANY = 100  # items of a list that is checked as a whole first
 SCHEMAS = "#/components/schemas/{model}"
 _PLACES = frozenset({float, list, dict})  # where a number that is not finite can be
 
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """What to say about a field that this server does not support."""
-
-    instead: str = ""  # what to use; "" if there is nothing
-    harmless: tuple[object, ...] = ()  # values besides null that change nothing, and are accepted
-
-
-def _first_that_is_wrong(value: object) -> object:
-    """Returns only the first entry that is not a number, if there is one: pydantic has no `fail_fast` for dictionaries."""
-    if not isinstance(value, dict):
-        return value
-    return next(({key: item} for key, item in value.items() if not _is_number(item)), value)
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
-
-
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Numbers = Annotated[dict[str, float], BeforeValidator(_first_that_is_wrong)]  # by name
 Model = TypeVar("Model", bound=BaseModel)
+Generation = TypeVar("Generation", bound=GenerationBody)
 _checking = threading.Lock()
 _under_way: list[Callable[[], Any]] = []  # checks
 
@@ -217,3 +192,110 @@ def check_model(server: Server, name: str | None) -> None:
     if name is not None and name != server.model_name:
         message = f"the model {name[:100]!r} does not exist; this server has {server.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
+
+
+# -- bodies of routes that generate text
+
+
+async def read_generation_body(request: Request, kind: type[Generation], server: Server) -> Generation:
+    """Returns the checked body of a route that generates. Raises for one that is wrong, or names another model."""
+    body = await read_body(request, kind, REFUSED[kind])
+    for name in ("user", "metadata"):
+        if _is_longer(getattr(body, name), MOST_LABEL_CHARS):
+            raise RequestError(f"{name} has more than {MOST_LABEL_CHARS:,} characters", name)
+    if isinstance(body, CompletionBody | ChatBody) and body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is given, but stream is not true", "stream_options")
+    check_model(server, body.model)
+    return body
+
+
+def _is_longer(value: object, most: int) -> bool:
+    """Returns whether the texts in a value have more than `most` characters in all. Other values count as one. It stops at the limit."""
+    waiting = [value]
+    while waiting and most >= 0:
+        one = waiting.pop()
+        if isinstance(one, dict | list) and len(one) > most:
+            return True
+        if isinstance(one, dict):
+            most -= sum(map(len, one))
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+        else:
+            most -= len(one) if isinstance(one, str) else 1
+    return most < 0
+
+
+# -- the form of an answer that a body asks for
+
+TYPES = ("text", "json_object", "json_schema")
+
+
+def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
+    """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
+    by_format = _of_format(response_format, param)
+    if extra is None:
+        return by_format
+    if by_format is not None:
+        raise RequestError(f"{PARAM} and {param} exclude each other", PARAM)
+    return structured_outputs(extra)
+
+
+def _of_format(value: object, param: str) -> StructuredOutputsParams | None:
+    """Returns the form in a response format. A schema is in "json_schema" (chat) or beside the type (responses); `strict` has no effect."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or kind not in TYPES:
+        raise RequestError(f'{param} must be an object with a "type" of {", ".join(TYPES)}', param)
+    if kind != "json_schema":
+        return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
+    inner = value.get("json_schema", value)
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+        raise RequestError(f'{param} has no schema: "schema" must be an object', param)
+    if not isinstance(inner.get("name"), str | None) or not isinstance(inner.get("strict"), bool | None):
+        raise RequestError(f'{param}: "name" must be text and "strict" true or false', param)
+    with named({PARAM: param}):
+        return structured_outputs({"json": inner["schema"]})
+
+
+def param_of(extra: object, param: str, choice: ToolChoice | None = None) -> str:
+    """Returns the field that an error about the grammar names."""
+    return "tools" if choice is not None and choice.mode == "required" else PARAM if extra is not None else param
+
+
+# -- beam search
+
+# A search gives its answers when all are there, and ranks by the model's own logprobs: nothing may change these, or end a beam by its text.
+_BESIDE = (
+    "stream", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+    "stop", "stop_token_ids", "structured_outputs", "response_format",
+)  # fmt: skip
+_HARMLESS = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
+_OWN = ("beam_width", "length_penalty", "early_stopping")
+
+
+def beams_of(body: CompletionBody | ChatBody, most: int) -> Beams | None:
+    """Returns the search that a body asks for, if it does. `most`: the widest that this server allows"""
+    if not body.use_beam_search:
+        for name in _OWN:
+            if getattr(body, name) not in (None, False, *((1,) if name == "length_penalty" else ())):
+                raise RequestError(f"{name} is given, but use_beam_search is not true", name)
+        return None
+    for name in _BESIDE:
+        value = getattr(body, name)
+        if value and value != _HARMLESS.get(name) and value != {"type": "text"}:
+            raise RequestError(f"{name} cannot be used with beam search; leave it out, or use_beam_search", name)
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        raise RequestError("echo with logprobs cannot be used with beam search; leave one of them out, or use_beam_search", "echo")
+    width = (body.n or 1) if body.beam_width is None else body.beam_width
+    if width > most:
+        raise RequestError(f"the beam width is {width}, at most {most} is allowed", "beam_width" if body.beam_width else "n")
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    checked = BeamSearchParams(width, 1, length_penalty=penalty, early_stopping=body.early_stopping or False)
+    return Beams(checked.beam_width, checked.length_penalty, checked.early_stopping)
+
+
+def for_beams(params: SamplingParams) -> SamplingParams:
+    """Returns the same without what says how tokens are drawn, wherever it came from: beams are not drawn."""
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, repetition_penalty=1.0)

@@ -12,10 +12,10 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
-from octavo.server.body import named, takes
+from octavo.server.body import asked_form, named, param_of, read_generation_body, takes
+from octavo.server.fields import ChatBody
 from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
-from octavo.server.request_bodies import ChatBody, asked_form, param_of, read_generation_body
 from octavo.server.requests import chat_request, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM

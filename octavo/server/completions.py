@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta, TokenChoices
-from octavo.server.body import named, takes
+from octavo.server.body import asked_form, named, param_of, read_generation_body, takes
+from octavo.server.fields import CompletionBody
 from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
-from octavo.server.request_bodies import CompletionBody, asked_form, param_of, read_generation_body
 from octavo.server.requests import completion_requests, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM

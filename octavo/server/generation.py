@@ -17,8 +17,8 @@ from octavo.messages import AddRequest, LifeRecord
 from octavo.outputs import TextDelta
 from octavo.server.body import named
 from octavo.server.errors import answer_for
+from octavo.server.fields import StreamOptions
 from octavo.server.records import Watch
-from octavo.server.request_bodies import StreamOptions
 from octavo.server.state import Server
 from octavo.server.turns import disconnect, unless
 from octavo.text.reasoning import ReasoningTokens

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
-from octavo.server.access import current_arrival
+from octavo.server.records import current_arrival
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
 from octavo.text.grammar_text import need_library
 from octavo.text.tokenizer import Tokenizer

@@ -3,36 +3,54 @@
     request id    the client's, if it is short and printable, else a new one; every answer has it
     path, host    must be well-formed, and the host allowed
     origin        web sites that are not allowed are refused; preflight requests of browsers are answered here
-    key           Bearer, see access.py
+    key           Bearer, compared in constant time over its SHA-256 digest, with all keys every time
     body          its content type (none counts as JSON) and declared length first, its length and time while it is read
 
 After an early answer the rest of the body is read for a moment, so that a client that is still sending can read the answer.
+
+A browser on this machine can be made to call a server on 127.0.0.1: by a site whose name suddenly means 127.0.0.1 (the Host header
+still has the site's name), or by a script of any site (the Origin header says which). Other programs cannot be used in this way.
 """
 
 import asyncio
+import hashlib
 import json
 import re
+import secrets
 import time
-from secrets import token_hex
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import UnavailableError, in_flag
 from octavo.log import logger
-from octavo.server.access import PREFLIGHT, Keys, Origins, arrive, arrive_as, is_open
 from octavo.server.errors import ApiError, answer_for
+from octavo.server.listen import is_loopback
+from octavo.server.records import Caller, arrive, arrive_as
 from octavo.server.state import Server
+from octavo.server_config import ServerConfig
 
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 5.0  # Retry-After while the server is loading or draining
+OPEN = frozenset({"/health", "/"})  # answered without a key, like the files of the page
+# Answered only with the admin key. Without --admin-key these routes do not exist, and the error says so.
+ADMIN = frozenset({"/reset_prefix_cache", "/admin/restart"})
+PREFIXES = "/v1/prefixes"  # and what is below it: where there are keys, answered only with the admin key
+PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
+    "access-control-allow-headers": "authorization, content-type, x-request-id",
+    "access-control-max-age": "600",
+}
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
 
 
 def new_request_id() -> str:
-    return f"req-{token_hex(16)}"
+    return f"req-{secrets.token_hex(16)}"
 
 
 class Guard:
@@ -193,3 +211,115 @@ class Exchange:
         path = self._scope["path"][:200]
         milliseconds = 1000 * (time.perf_counter() - self._started)
         logger.info("%s %s %d %.1f ms %s", self._scope["method"], ascii(path)[1:-1], self.status, milliseconds, self.request_id.decode())
+
+
+# -- keys and origins
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN or path.startswith("/web/")
+
+
+class Keys:
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._users = [_digest(key.encode()) for key in dict.fromkeys(config.api_key)]
+        self._admins = [] if config.admin_key is None else [_digest(config.admin_key.encode())]
+
+    def check(self, path: str, headers: Mapping[bytes, bytes], address: str = "") -> Caller:
+        """Returns who sends a request with these headers (names in lower case). Raises ApiError if its key may not use this path."""
+        if is_open(path):
+            return Caller(address)
+        authorization = headers.get(b"authorization")
+        token = _digest(_bearer(authorization))
+        user, admin = _among(token, self._users), _among(token, self._admins)
+        for_admins = self._is_for_admins(path)
+        if for_admins and not admin and (user or not (self._users or self._admins)):
+            instead = "" if self._admins else ", and the server has none: start it with --admin-key KEY"
+            raise ApiError(403, f"this route needs the admin key{instead}", code="admin_key_required")
+        if not admin and (for_admins or (self._users and not user)):
+            needed = "the admin key" if for_admins else "an API key"
+            said = "the API key is not valid" if authorization else f"{needed} is needed: Authorization: Bearer KEY"
+            raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        holder: Holder = "admin" if admin else "user" if user else "nobody"
+        name = token.hex() if holder == "user" and len(self._users) > 1 else address
+        return Caller(name, may_read_text(self._config, holder, host_name(headers.get(b"host")), headers))
+
+    def _is_for_admins(self, path: str) -> bool:
+        has_keys = bool(self._users or self._admins)
+        return path in ADMIN or (has_keys and (path == PREFIXES or path.startswith(f"{PREFIXES}/")))
+
+
+def _bearer(authorization: bytes | None) -> bytes:
+    scheme, _, token = (authorization or b"").partition(b" ")
+    return token if scheme.lower() == b"bearer" else b""
+
+
+def _among(token: bytes, known: Iterable[bytes]) -> bool:
+    found = False
+    for one in known:
+        found |= secrets.compare_digest(token, one)
+    return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Origins:
+    def __init__(self, config: ServerConfig) -> None:
+        self._hosts = {name.lower().strip("[]") for name in (config.host, *config.allowed_hosts)}
+        self._checks_hosts = bool(config.allowed_hosts) or (is_loopback(config.host) and not config.api_key)
+        self._origins = frozenset(config.allowed_origins)
+
+    def check_host(self, host: bytes | None) -> None:
+        """Raises ApiError if clients may not call the server by this name. None: there was no Host header, which HTTP/1.0 allows."""
+        name = host_name(host)
+        if host is not None and not name:
+            raise ApiError(400, "the Host header must be a name or an address, with or without a port")
+        if self._checks_hosts and name not in self._hosts and not is_loopback(name):
+            raise ApiError(403, f"the host name {name!r} is not allowed; allow it with --allowed-hosts", code="host_not_allowed")
+
+    def allows(self, origin: str, host: str) -> bool:
+        """Returns whether web pages of this origin may call: those allowed by the settings, and our own."""
+        return "*" in self._origins or origin in self._origins or (bool(host) and origin.partition("://")[2] == host)
+
+
+def host_name(host: bytes | None) -> str:
+    """Returns the name or address in a Host header, without its port; "" if there is none."""
+    found = _HOST.fullmatch((host or b"").decode("latin-1"))
+    return found[1].lower().strip("[]") if found else ""
+
+
+# -- who may read the text of other people's prompts and answers: in the view, in records and in recordings
+#
+#   one key set          every client with the key
+#   several keys set     every client with the admin key
+#   no key set           every client on this machine: the server listens on loopback, and no proxy forwarded the request
+#
+# All other clients see blocks without text. If other machines can reach a server without a key, only the admin key shows text.
+
+Holder = Literal["nobody", "user", "admin"]  # which valid key a request has
+
+# Headers that proxies, tunnels and content delivery networks add to a request that they forward.
+_FORWARDING = frozenset(
+    {
+        b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"x-original-forwarded-for", b"x-original-host",
+        b"true-client-ip", b"fastly-client-ip", b"fly-client-ip", b"client-ip", b"cdn-loop", b"x-amzn-trace-id", b"x-azure-clientip",
+        b"x-appengine-user-ip", b"x-proxyuser-ip",
+    }
+)  # fmt: skip
+_FORWARDING_PREFIXES = (b"x-forwarded", b"cf-", b"x-envoy-", b"tailscale-")
+
+
+def may_read_text(config: ServerConfig, holder: Holder, host: str, header_names: Iterable[bytes]) -> bool:
+    """Returns whether a request may read everybody's text. `host`: the name in its Host header. `header_names`: in lower case."""
+    if holder == "admin":
+        return True
+    if config.api_key:
+        return holder == "user" and len(set(config.api_key)) == 1
+    return is_loopback(config.host) and is_loopback(host) and not any(map(_is_forwarding, header_names))
+
+
+def _is_forwarding(name: bytes) -> bool:
+    return name in _FORWARDING or name.startswith(_FORWARDING_PREFIXES)

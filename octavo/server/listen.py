@@ -1,4 +1,4 @@
-"""The listening socket. It is opened before anything is loaded, so that a port in use fails at once."""
+"""The listening socket, which is opened before anything is loaded, so that a port in use fails at once; and who can reach it."""
 
 import errno
 import ipaddress
@@ -6,6 +6,7 @@ import socket
 from functools import lru_cache
 
 from octavo.errors import ConfigError
+from octavo.server_config import ServerConfig
 
 _BACKLOG = 2048
 _ADVICE = {
@@ -43,3 +44,32 @@ def is_loopback(host: str) -> bool:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def recording_has_text(config: ServerConfig) -> bool:
+    """Returns whether `--record` writes text: only if some client may read it."""
+    return is_loopback(config.host) or bool(config.api_key) or config.admin_key is not None
+
+
+def who_reads(config: ServerConfig) -> str | None:
+    """Returns what an operator should know about a server that other machines can reach; None on loopback."""
+    if is_loopback(config.host):
+        return None
+    if not config.api_key:
+        used = f"NO API KEY: everyone who can reach {config.host} can use this server"
+        seen = f" and watch its blocks. {_readers(config)}" if config.inspector else "."
+        return f"{used}{seen}{_recorded(config)} Set --api-key or OCTAVO_API_KEY, or leave out --host."
+    return f"Everyone with a key can use this server. {_readers(config)}{_recorded(config)}" if config.inspector else None
+
+
+def _readers(config: ServerConfig) -> str:
+    if len(set(config.api_key)) == 1:
+        return "Everyone with the key can read all prompts and answers at /v1/view; --no-inspector removes it."
+    who = "Nobody" if config.admin_key is None else "Only the admin key"
+    return f"{who} can read the prompts and answers of others."
+
+
+def _recorded(config: ServerConfig) -> str:
+    if config.record is None:
+        return ""
+    return f" The recording {config.record} has {'their text' if recording_has_text(config) else 'no text'}."

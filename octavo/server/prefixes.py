@@ -19,10 +19,10 @@ from starlette.requests import Request
 from octavo.errors import DeadlineError, RequestError
 from octavo.outputs import PinnedPrefix
 from octavo.policy.request import check_pin, no_such_prefix
-from octavo.server.access import current_arrival
-from octavo.server.body import Body, TokenIds, check_model, named, read_body, takes
+from octavo.server.body import check_model, named, read_body, takes
 from octavo.server.errors import ApiError
-from octavo.server.request_bodies import BEAM_FIELDS, FIELDS
+from octavo.server.fields import BEAM_FIELDS, FIELDS, Body, TokenIds
+from octavo.server.records import current_arrival
 from octavo.server.requests import encode_beginning, encode_prompt, salt_of
 from octavo.server.state import Server
 from octavo.server.turns import disconnect, unless

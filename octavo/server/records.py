@@ -11,32 +11,76 @@ OTEL_EXPORTER_OTLP_ENDPOINT says, if the extra `otel` is installed; nothing of i
 service name are set by the variables OpenTelemetry defines.
 """
 
-from dataclasses import dataclass, field
+import time
+from asyncio import CancelledError
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from secrets import token_hex
+from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from octavo import __version__
+from octavo import __version__, log
 from octavo.config import spans_wanted
+from octavo.errors import DeadlineError, OverloadError, RequestError
 from octavo.log import logger
-from octavo.messages import FinishReason, LifeRecord
-from octavo.server.access import Arrival
+from octavo.messages import AddRequest, FinishReason, LifeRecord
+from octavo.outputs import TextDelta
+from octavo.server.metrics import FAILURES, STATUSES, Numbers
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-import time
-from asyncio import CancelledError
-from collections.abc import Sequence
-from secrets import token_hex
-from types import TracebackType
-
-from octavo.errors import DeadlineError, OverloadError, RequestError
-from octavo.messages import AddRequest
-from octavo.outputs import TextDelta
-from octavo.server.access import current_arrival
-from octavo.server.metrics import FAILURES, STATUSES, Numbers
-
 MOST_SAMPLES = 10_000  # some 5 MB
 Attribute = str | int | float | list[str]  # of a span
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
+
+
+# -- arrivals: the guard notes them, and records, spans and log lines have them
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request. Its name is its key if the server has several keys, else its address."""
+
+    name: str = ""
+    reads_text: bool = False  # whether it may read everybody's text
+
+    def may_read(self, other: "Caller") -> bool:
+        """Returns whether it may see what `other` sent."""
+        return self.reads_text or self.name == other.name
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    request_id: str = ""  # as in x-request-id; a client may have chosen it
+    at: float = field(default_factory=time.monotonic)
+    wall: float = field(default_factory=time.time)
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # W3C trace context
+    caller: Caller = field(default_factory=Caller)
+
+
+_current: ContextVar[Arrival] = ContextVar("arrival")
+
+
+def arrive(request_id: str, headers: Mapping[bytes, bytes]) -> None:
+    """Notes the arrival of a request, for this task and those it starts."""
+    found = {name.decode(): headers[name].decode("latin-1") for name in _TRACE_HEADERS if name in headers}
+    _current.set(Arrival(request_id, trace_headers=found))
+    log.request_id.set(request_id)
+
+
+def arrive_as(caller: Caller) -> None:
+    """Notes who sent the request, once its key has been checked."""
+    _current.set(replace(current_arrival(), caller=caller))
+
+
+def current_arrival() -> Arrival:
+    """Returns the arrival of the request that this task works on; outside of a request, one that arrives now."""
+    return _current.get(None) or Arrival()
+
+
+# -- records
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from octavo.inputs import Message
 from octavo.messages import AddRequest, Limits
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar
-from octavo.server.body import LARGE_BYTES, are_ids
-from octavo.server.request_bodies import ChatBody, CompletionBody, GenerationBody, ResponseBody, beams_of, for_beams
+from octavo.server.body import LARGE_BYTES, are_ids, beams_of, for_beams
+from octavo.server.fields import ChatBody, CompletionBody, GenerationBody, ResponseBody
 from octavo.server.state import Server
 from octavo.server.turns import Kind
 from octavo.server_config import ServerConfig

@@ -21,9 +21,9 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters
-from octavo.server.body import named, takes
+from octavo.server.body import asked_form, named, param_of, read_generation_body, takes
+from octavo.server.fields import ResponseBody
 from octavo.server.generation import Tally, Updates, all_updates, collect, event, respond
-from octavo.server.request_bodies import ResponseBody, asked_form, param_of, read_generation_body
 from octavo.server.requests import chat_request, timeout_of
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM

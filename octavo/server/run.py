@@ -33,10 +33,9 @@ from octavo.errors import EngineError, OctavoError
 from octavo.inspector.recorder import Recorder
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
-from octavo.server.access import recording_has_text
 from octavo.server.answer_form import add_tool_template
 from octavo.server.app import build_app
-from octavo.server.listen import url_of
+from octavo.server.listen import recording_has_text, url_of
 from octavo.server.metrics import Numbers, shared_file
 from octavo.server.protocol import BoundedProtocol
 from octavo.server.records import Observer, open_spans

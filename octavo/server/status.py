@@ -2,7 +2,7 @@
 
     /health, /version, /v1/models    whether it serves requests, which version of Octavo it is, and which model it has
     /metrics                         its counters, under the names that vLLM's dashboards know, as text for Prometheus
-    /v1/requests/{id}                the record of a request, for the client that sent it and clients that may read text (access.py)
+    /v1/requests/{id}                the record of a request, for the client that sent it and clients that may read text (guard.py)
     /v1/view                         the state of an engine, as lines of JSON while the client reads (docs/view.md)
     /reset_prefix_cache              for the admin
     /admin/restart                   replaces all engines, if there are several, one after the other; for the admin
@@ -22,11 +22,11 @@ from octavo import __version__
 from octavo.errors import UnavailableError
 from octavo.inspector.hub import ViewHub
 from octavo.sampling_params import SamplingParams
-from octavo.server.access import current_arrival
 from octavo.server.body import check_model
 from octavo.server.errors import ApiError
 from octavo.server.generation import EventStream
 from octavo.server.metrics import engine_families
+from octavo.server.records import current_arrival
 from octavo.server.state import Server
 
 # Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.

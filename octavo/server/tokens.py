@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.server.body import Body, Refusal, TokenIds, check_model, read_body, takes
-from octavo.server.request_bodies import BEAM_FIELDS, FIELDS
+from octavo.server.body import check_model, read_body, takes
+from octavo.server.fields import BEAM_FIELDS, FIELDS, Body, Refusal, TokenIds
 from octavo.server.state import Server
 
 MOST_CHARS = 2**20  # one or two seconds of work, which cannot be stopped

@@ -4,7 +4,7 @@
                with scales in float32; floats have the dtype of the run
     a step     the logits of all rows; the residual stream and the largest part of a layer, or the sampler's tensors
     graphs     the memory that captured steps hold: measured on an H200
-    rows       an array of words for each (`step/row_words.py`), the tensors of the step, the rotation tables
+    rows       an array of words for each (`step/step_tensors.py`), the tensors of the step, the rotation tables
 
 Nothing depends on the context length: attention gathers no keys, and builds masks only inside its tiles.
 """

@@ -22,11 +22,6 @@ NUM_ALLOWED, NUM_BIAS, NUM_ENDS, NUM_WORDS, LONGEST, MIN_TOKENS, REPETITION, FRE
 HEAD = 16
 
 
-def wanted(params: SamplingParams, bad_words: list[list[int]]) -> bool:
-    penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-    return bool(penalised or params.min_tokens or params.logit_bias or params.allowed_token_ids or bad_words)
-
-
 def pack(params: SamplingParams, end_ids: tuple[int, ...], bad_words: list[list[int]]) -> NDArray[np.int32]:
     """Returns the packed array of one request. `bad_words`: those of the parameters, as ids"""
     allowed, bias = params.allowed_token_ids or (), params.logit_bias or {}

@@ -1,37 +1,130 @@
-"""The tensors of a step, at fixed addresses, so that a captured graph can be replayed.
+"""What a device has of sequences and steps: the rows of the request table (`RowLayout`), and the tensors of a step (`StepTensors`).
 
+    row       | 8 words: lengths, temperature, noise, offset | block tables, max_blocks words for each group | token ids, max_len words |
     entries   sent by the host, one int32 array:
               query_start [P+1] | row [P] | start [P] | outputs [P] | first_output [P+1] | context_len [groups, P]
-    the rest  read by `prepare` from the rows
+    the rest  of the tensors is read by `prepare` from the rows
 
 P scheduled rows have T tokens and S outputs: logits that an id may be sampled from. A row has at least one output, after its last
-token, and a row with drafts has one more for each of them. Padding rows have one output each, until there are S.
+token, and a row with drafts has one more for each of them. Padding rows have one output each, until there are S. The tensors are at
+fixed addresses, so that a captured graph can be replayed.
 
 A token's index in the cache follows from its row alone: it determines the slot, the keys that the token reads and its sampling noise.
 Its position is what the model encodes: the index plus the row's offset, on each axis.
-
-A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at a
-multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 """
 
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.step.row_words import NOISE_WORDS, RowLayout
+from octavo import layout
+from octavo.errors import ConfigError
+from octavo.messages import StepPlan
+
+# -- rows
+#
+# A row is copied, written and read as int32; floats are stored as their bits. This module defines the layout for kernels and host.
+# Lengths, ids and blocks are below 2^31: a row has at most MOST_WORDS fields, and settings, vocabulary and pool are checked when they
+# are read. The noise words are unsigned, and use all 32 bits. The offset of a row in the table may exceed 2^31, and is an int64.
+
+NUM_TOKENS, NUM_PROMPT, TEMPERATURE, NOISE = range(4)
+NOISE_WORDS = layout.NOISE_WORDS
+OFFSET = NOISE + NOISE_WORDS  # the position of a token is its index in the row plus this
+HEAD = layout.ROW_HEAD  # start of the first block table
+MOST_WORDS = 65_535 * 1024  # of a row: a run is copied by programs in the second dimension of a grid, which is limited
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    max_blocks: int  # of one table
+    max_len: int
+    links: tuple[int, ...] = (1,)  # per cache group: a block of its table has this many times `block_size` tokens
+
+    def __post_init__(self) -> None:
+        if self.width > MOST_WORDS:
+            raise ConfigError(
+                f"max_model_len is too large: a row of {self.max_len:,} tokens in {self.max_blocks:,} blocks takes "
+                f"{self.width:,} words, at most {MOST_WORDS:,}"
+            )
+
+    @property
+    def groups(self) -> int:
+        return len(self.links)
+
+    def table(self, group: int) -> int:
+        """Returns the start of the block table of a group."""
+        return HEAD + group * self.max_blocks
+
+    @property
+    def tokens(self) -> int:
+        """The start of the token ids."""
+        return self.table(self.groups)
+
+    @property
+    def width(self) -> int:
+        return self.tokens + self.max_len
+
+
+# -- steps
+#
+# A scheduled row with table row -1 is padding: it computes at most one token of no sequence, which is not stored. Every part starts at
+# a multiple of 16 bytes for every P: kernels are compiled for aligned pointers, and must not be recompiled for others.
 
 ALIGNED = 4  # words
 NO_SLOT = -1  # nothing is stored there
 AXES = 1  # of positions: text has one
+PADDING = -1  # the row of a padding entry
 ENTRY_PARTS = 5  # before the lengths, of which there is a part for each cache group
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a step, maybe padded."""
+
+    entries: int
+    tokens: int
+    outputs: int  # at least one for each entry, and as many if no row has drafts
+    in_teams: bool = False  # on a device: some rows have shared-prefix groups, which need more kernels
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every scheduled row has one token."""
+        return self.entries == self.tokens
 
 
 def part_words(entries: int) -> int:
     """Returns the size of each part."""
     return -(-(entries + 1) // ALIGNED) * ALIGNED
+
+
+def packed_entries(plan: StepPlan, shape: Shape, groups: int) -> NDArray[np.int32]:
+    """Returns the plan as packed int32 fields, padded to a shape, in the order of `StepTensors`."""
+    count, size = len(plan.row), shape.entries
+    words = np.zeros((ENTRY_PARTS + groups, part_words(size)), np.int32)
+    (query_start, row, start, outputs, first_output), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
+    query_start[1 : count + 1] = list(accumulate(plan.num_query))
+    if size > count:
+        query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
+    row[:count], row[count:] = plan.row, PADDING
+    start[:count], outputs[:count] = plan.start, plan.outputs
+    first_output[: size + 1] = np.arange(size + 1)
+    if plan.drafts:
+        first_output[: count + 1] = plan.first_outputs()
+        first_output[count + 1 :] = np.minimum(first_output[count] + np.arange(1, len(first_output) - count), shape.outputs)
+    context_len[:] = start[:count] + query_start[1 : count + 1] - query_start[:count]
+    for group, lengths in plan.group_lengths.items():
+        context_len[group] = lengths
+    return words.ravel()
+
+
+def plan_sizes(plan: StepPlan) -> tuple[int, int, int]:
+    """Returns how many entries, tokens and outputs a plan has."""
+    return len(plan.row), sum(plan.num_query), plan.first_outputs()[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
         """Returns the prompt's text, or None if it has none, and its ids. A text too long for `limit` tokens is refused untokenised."""
-        text, ids = prompt_parts(prompt)
+        text, ids = (prompt, None) if isinstance(prompt, str) else prompt_parts(prompt)
         if ids is not None:
             return text, ids
         assert text is not None

@@ -22,13 +22,11 @@ from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
-from octavo.loading.renamed import under_rules
-from octavo.loading.reordered import reordered
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.shape import dummy_shape
 from octavo.loading.sharded import of_rank, of_stage
-from octavo.loading.stacked import unstacked
+from octavo.loading.views import reordered, under_rules, unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
@@ -37,7 +35,7 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.sizing.gpu_size import captured_tokens
-from octavo.step.row_words import RowLayout
+from octavo.step.step_tensors import RowLayout
 from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults
@@ -72,7 +70,7 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
     facts.tell_of_fp8()
     facts.tell_of_windows()
     with out_of_memory_explained(facts.needs, facts.config):
-        return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
+        return _build(facts, geometry, stored, Faults.of(debug), compilers, shadow)
 
 
 def build_proven(
@@ -89,7 +87,7 @@ def _make_shadow(facts: Facts, geometry: CacheGeometry) -> Shadow:
 
 
 def _build(
-    facts: Facts, geometry: CacheGeometry, stored: StoredParameters, faults: Faults, compilers: Compilers, shadow: Shadow | None
+    facts: Facts, geometry: CacheGeometry, stored: StoredParameters, faults: Faults | None, compilers: Compilers, shadow: Shadow | None
 ) -> ModelRunner:
     links = tuple(group.links for group in geometry.groups)
     if facts.device.type == "cuda" and max(links) > 1:
@@ -252,7 +250,7 @@ def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     plans = [StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])]
     if tokens > prompt:
         plans.append(StepPlan(2, [0], [0], [prompt], [1], [True]))
-    faults, runner.faults = runner.faults, Faults(Debug())
+    faults, runner.faults = runner.faults, None
     for plan in plans:
         runner.forward(plan)
         runner.sample()

@@ -33,11 +33,9 @@ class Kept:
         return self.made
 
 
-def row_masks(plan: StepPlan, masks: Masks | None) -> dict[int, Masks]:
+def row_masks(plan: StepPlan, masks: Masks) -> dict[int, Masks]:
     """Returns the masks of each scheduled row that has any, up to the first one that allows nothing. [outputs, words] each"""
     found: dict[int, Masks] = {}
-    if masks is None:
-        return found
     start = 0
     for entry in plan.mask_rows:
         own = masks[start : start + plan.outputs[entry]]
@@ -50,8 +48,8 @@ def row_masks(plan: StepPlan, masks: Masks | None) -> dict[int, Masks]:
 
 
 def num_drafts(plan: StepPlan, entry: int, masks: Mapping[int, Masks]) -> int:
-    """Returns how many drafts of a scheduled row may be accepted. masks: from `row_masks`"""
-    count = len(plan.drafts.get(entry, ()))
+    """Returns how many drafts of a scheduled row that has some may be accepted. masks: from `row_masks`"""
+    count = len(plan.drafts[entry])
     return count if entry not in masks else min(count, len(masks[entry]) - 1)
 
 

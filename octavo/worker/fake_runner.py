@@ -178,11 +178,11 @@ class FakeRunner:
 
     def sample(self, masks: Masks | None = None) -> Kept:
         plan = self._plan
-        masked = row_masks(plan, masks)
+        masked = {} if masks is None else row_masks(plan, masks)
         result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
         for entry, (row_id, entries) in enumerate(zip(plan.row, self._entries)):
             row, known = self.rows[row_id], plan.sampled_position(entry)
-            drafts = plan.drafts.get(entry, [])[: num_drafts(plan, entry, masked)]
+            drafts = plan.drafts[entry][: num_drafts(plan, entry, masked)] if entry in plan.drafts else []
             tokens: list[int] = []
             if plan.outputs[entry]:
                 tokens = [0] if entries is None else self._sample(row, entries, known, drafts, masked.get(entry))

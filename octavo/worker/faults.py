@@ -1,4 +1,4 @@
-"""Fault points of the engine. Only tests enable them; otherwise they do nothing."""
+"""Fault points of the engine. Only tests enable them; otherwise there is no `Faults`."""
 
 import os
 import signal
@@ -9,6 +9,12 @@ from octavo.errors import EngineError
 
 
 class Faults:
+    @staticmethod
+    def of(debug: Debug) -> "Faults | None":
+        """Returns the fault points that are enabled, or None if none is."""
+        in_steps = debug.forward_raise, debug.forward_sleep, debug.forward_nan, debug.sample_bad_id, debug.exit_sigkill
+        return Faults(debug) if any(in_steps) or debug.ipc_drop or debug.ipc_truncate or debug.ipc_garbage else None
+
     def __init__(self, debug: Debug) -> None:
         self._debug = debug
 

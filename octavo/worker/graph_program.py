@@ -21,7 +21,8 @@ from octavo.layers.linear import Linear
 from octavo.messages import StepPlan
 from octavo.models.registry import describe
 from octavo.quant.schemes import Unquantized
-from octavo.worker.program import Eager, Forward, Shape, sizes
+from octavo.step.step_tensors import Shape, plan_sizes
+from octavo.worker.program import Eager, Forward
 
 MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)
 IN_TEAMS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # rows of decode shapes with shared-prefix groups
@@ -45,7 +46,7 @@ class Graph:
         return self.eager.nbytes
 
     def load(self, plan: StepPlan) -> Shape:
-        return self.eager.put(plan, self.shape_of(*sizes(plan), self.eager.share(plan)))
+        return self.eager.put(plan, self.shape_of(*plan_sizes(plan), self.eager.share(plan)))
 
     def shape_of(self, entries: int, tokens: int, outputs: int, in_teams: bool) -> Shape:
         """Returns the shape a step is padded to, or its own shape if it is larger than any."""

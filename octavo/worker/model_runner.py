@@ -29,7 +29,7 @@ from octavo.worker.sampler import NO_RANKINGS, Rankings, Sampler, Sampling
 
 class ModelRunner:
     def __init__(
-        self, program: Program, sampling: Sampling, store: KVStore, table: RequestTable, faults: Faults, processed: bool = False
+        self, program: Program, sampling: Sampling, store: KVStore, table: RequestTable, faults: Faults | None, processed: bool = False
     ) -> None:
         """`processed`: which kind of logprobs (`worker/sampler.py`)"""
         self.program = program
@@ -51,24 +51,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
-        self.faults.before_forward(plan.step)
+        if self.faults is not None:
+            self.faults.before_forward(plan.step)
         self.store.apply(plan)
-        for part in (self.table, self.sampler, self.prompts):
-            part.apply(plan)
+        self.table.apply(plan)
+        self.sampler.apply(plan)
+        prompts = self.prompts
+        if prompts.rows or any(write.params.prompt_logprobs is not None for write in plan.row_writes):
+            prompts.apply(plan)
+        whole = prompts.reached(plan) if prompts.rows else False
         self._plan, self._forward, self._pieces = plan, None, []
         if plan.row:
-            self._forward = self.program.run(self.program.load(plan), self.prompts.reached(plan))
-        if self._forward is not None:
-            self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.program.logits)
+            self._forward = self.program.run(self.program.load(plan), whole)
+        if whole and self._forward is not None:
+            self._pieces = prompts.rankings(self._forward.hidden, plan, self.program.logits)
 
     @torch.inference_mode()
     def sample(self, masks: Masks | None = None) -> "Pending":
         plan, forward = self._plan, self._forward
         if forward is None:  # an empty plan, or a later stage samples
             return Pending(plan, torch.empty(0, dtype=torch.int32), {}, NO_RANKINGS, [], [], None)
-        ids, masked = forward.result[: plan.first_outputs()[-1]], row_masks(plan, masks)
+        ids, masked = forward.result[: plan.first_outputs()[-1]], {} if masks is None else row_masks(plan, masks)
         rankings = self.sampler.sample(forward.logits, plan, ids, masked)
-        spoiled = [0] if self.faults.poisons(plan.step, 0) or (ids.is_cuda and self.faults.spoils_id(plan.step)) else []
+        faults = self.faults
+        spoiled = [0] if faults is not None and (faults.poisons(plan.step, 0) or (ids.is_cuda and faults.spoils_id(plan.step))) else []
         if ids.is_cuda:
             host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
         else:
@@ -84,7 +90,7 @@ class ModelRunner:
 
     def _refuse_ids_outside(self, plan: StepPlan, numbers: NDArray[np.int32]) -> None:
         """An id outside the vocabulary must never be fed back: its scheduled row is marked as bad, and the table row gets another id."""
-        if self.faults.spoils_id(plan.step):
+        if self.faults is not None and self.faults.spoils_id(plan.step):
             numbers[0] = self.program.vocab_size
         if numbers.view(np.uint32).max() >= self.program.vocab_size:  # as unsigned numbers, negative ids are the largest
             first = plan.first_outputs()

@@ -43,9 +43,9 @@ from octavo.model_config import RopeConfig
 from octavo.models.description import EXPERT_STACKS, Experts, ModelDescription, NormShape, Vector
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.step.shared_keys import NATIVE_COST, NOTHING, AllShared
-from octavo.step.step_tensors import StepMemory, StepTensors
+from octavo.step.step_tensors import Shape, StepMemory, StepTensors, packed_entries, plan_sizes
 from octavo.worker.kv_store import Caches
-from octavo.worker.program import ALONE, Forward, Place, Shape, entries, sizes
+from octavo.worker.program import ALONE, Forward, Place
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, send
 from octavo.worker.step_sharing import StepSharing
@@ -79,7 +79,8 @@ class NativeProgram:
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # per layer
         self.sharing = StepSharing(table, self._spans, NATIVE_COST)
-        self.keys = [NOTHING] * len(self._spans)  # per cache group: the keys that several scheduled rows read together
+        self._alone = [NOTHING] * len(self._spans)  # per cache group: no rows share keys
+        self.keys = self._alone  # per cache group: the keys that several scheduled rows read together
         self.shared_keys = AllShared.of(self.keys)
         self._ropes: dict[tuple[RopeConfig | None, int], Rope] = {}
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index, max_len) for index in range(len(model.layers))))
@@ -98,9 +99,9 @@ class NativeProgram:
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
     def load(self, plan: StepPlan) -> Shape:
-        shape = Shape(*sizes(plan))
-        send(entries(plan, shape, len(self._spans)), self._memory.entries)
-        keys = self.sharing.of(plan)
+        shape = Shape(*plan_sizes(plan))
+        send(packed_entries(plan, shape, len(self._spans)), self._memory.entries)
+        keys = self.sharing.of(plan) if plan.num_query.count(1) > 1 else self._alone
         if any(map(is_not, keys, self.keys)):  # most steps have the same groups as the previous one
             self.keys, self.shared_keys = keys, AllShared.of(keys)
         return shape

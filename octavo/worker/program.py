@@ -9,10 +9,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,13 +26,11 @@ from octavo.models.registry import describe
 from octavo.models.stages import ONLY, Stage
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.step.shared_keys import GPU_COST, NOTHING, TORCH_COST
-from octavo.step.step_tensors import ENTRY_PARTS, StepMemory, StepTensors, part_words
+from octavo.step.step_tensors import Shape, StepMemory, StepTensors, packed_entries, plan_sizes
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
-from octavo.worker.request_table import RequestTable, Words, send
+from octavo.worker.request_table import RequestTable, send
 from octavo.worker.step_sharing import Keys, StepSharing, StepTeams
-
-PADDING = -1  # the row of a padding entry
 
 BackendOf = Callable[[MixerSpec], type[AttentionBackend]]
 
@@ -57,19 +53,6 @@ class Place:
 
 
 ALONE = Place(NOBODY)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    entries: int
-    tokens: int
-    outputs: int  # at least one for each entry, and as many if no row has drafts
-    in_teams: bool = False  # on a device: some rows have shared-prefix groups, which need more kernels
-
-    @property
-    def decodes(self) -> bool:
-        """Whether every scheduled row has one token."""
-        return self.entries == self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +105,8 @@ class Eager:
         cost = TORCH_COST if device.type == "cpu" else GPU_COST if self.teams is not None else None
         alone = [number for number, group in enumerate(groups) if group.frees] if self.teams is not None else []
         self.sharing = None if cost is None else StepSharing(table, self._spans, cost, alone)
-        self.shared: Keys = [NOTHING] * len(self._spans)
+        self._alone: Keys = [NOTHING] * len(self._spans)  # no rows share keys
+        self.shared = self._alone
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one buffer for the logits of all steps: separate buffers for each graph would need gigabytes
@@ -133,18 +117,18 @@ class Eager:
         return self.model.nbytes
 
     def load(self, plan: StepPlan) -> Shape:
-        return self.put(plan, Shape(*sizes(plan), self.share(plan)))
+        return self.put(plan, Shape(*plan_sizes(plan), self.share(plan)))
 
     def share(self, plan: StepPlan) -> bool:
         """Finds the keys that several scheduled rows share. Returns whether cascade (shared-prefix) groups read them."""
         if self.sharing is None:
             return False
-        self.shared = self.sharing.of(plan)
+        self.shared = self.sharing.of(plan) if plan.num_query.count(1) > 1 else self._alone
         return self.teams is not None and any(len(keys.nodes) for keys in self.shared)
 
     def put(self, plan: StepPlan, shape: Shape) -> Shape:
         """Sends the scheduled rows of a step to the device, padded to a shape."""
-        send(entries(plan, shape, len(self._spans)), self.memory.entries)
+        send(packed_entries(plan, shape, len(self._spans)), self.memory.entries)
         if self.teams is not None and shape.in_teams:
             self.teams.send(self.shared, shape.entries)
         return shape
@@ -207,31 +191,6 @@ class Eager:
         )  # fmt: skip
         batch.attention = backend.prepare(batch)
         return batch
-
-
-def entries(plan: StepPlan, shape: Shape, groups: int) -> Words:
-    """Returns the plan as packed int32 fields, padded to a shape, in the order of `StepTensors`."""
-    count, size = len(plan.row), shape.entries
-    words = np.zeros((ENTRY_PARTS + groups, part_words(size)), np.int32)
-    (query_start, row, start, outputs, first_output), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
-    query_start[1 : count + 1] = list(accumulate(plan.num_query))
-    if size > count:
-        query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
-    row[:count], row[count:] = plan.row, PADDING
-    start[:count], outputs[:count] = plan.start, plan.outputs
-    first_output[: size + 1] = np.arange(size + 1)
-    if plan.drafts:
-        first_output[: count + 1] = plan.first_outputs()
-        first_output[count + 1 :] = np.minimum(first_output[count] + np.arange(1, len(first_output) - count), shape.outputs)
-    context_len[:] = start[:count] + query_start[1 : count + 1] - query_start[:count]
-    for group, lengths in plan.group_lengths.items():
-        context_len[group] = lengths
-    return words.ravel()
-
-
-def sizes(plan: StepPlan) -> tuple[int, int, int]:
-    """Returns how many entries, tokens and outputs a plan has."""
-    return len(plan.row), sum(plan.num_query), plan.first_outputs()[-1]
 
 
 def _batches(

@@ -39,7 +39,7 @@ class PromptRankings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Requested:
     count: int
     num_prompt: int
 
@@ -51,39 +51,35 @@ class PromptLogprobs:
         self._table = table
         self._sampling = sampling
         self._size = max(SLICE_LOGITS[table.words.device.type] // vocab_size, 1)
-        self._asked: dict[int, _Asked] = {}  # row -> request of its current owner
+        self.rows: dict[int, _Requested] = {}  # row -> what its current owner requested, if it did
 
     def apply(self, plan: StepPlan) -> None:
         """Processes the rows that a plan forks and writes. A sequence that moves keeps its request; a fork starts after the prompt and
         has no prompt logprobs."""
-        moved = [self._asked.get(fork.source) if fork.moves else None for fork in plan.row_forks]
-        for fork, asked in zip(plan.row_forks, moved):
-            self._asked.pop(fork.row, None)
-            if asked is not None:
-                self._asked[fork.row] = asked
+        moved = [self.rows.get(fork.source) if fork.moves else None for fork in plan.row_forks]
+        for fork, requested in zip(plan.row_forks, moved):
+            self.rows.pop(fork.row, None)
+            if requested is not None:
+                self.rows[fork.row] = requested
         for write in plan.row_writes:
-            self._asked.pop(write.row, None)
+            self.rows.pop(write.row, None)
             if write.params.prompt_logprobs is not None:
-                self._asked[write.row] = _Asked(write.params.prompt_logprobs, write.num_prompt)
+                self.rows[write.row] = _Requested(write.params.prompt_logprobs, write.num_prompt)
 
     def reached(self, plan: StepPlan) -> bool:
         """Returns whether a plan computes prompt tokens of a row that requested their logprobs."""
-        if not self._asked:
-            return False
-        return any(row in self._asked and start + 1 < self._asked[row].num_prompt for row, start in zip(plan.row, plan.start))
+        return any(row in self.rows and start + 1 < self.rows[row].num_prompt for row, start in zip(plan.row, plan.start))
 
     def rankings(self, hidden: Tensor, plan: StepPlan, logits: Callable[[Tensor], Tensor]) -> list[PromptRankings]:
         """Ranks the prompt tokens that each scheduled row reached. hidden: [T, hidden], after the final norm; logits: function to [N, V]"""
         pieces: list[PromptRankings] = []
-        if not self._asked:
-            return pieces
         begin = 0
         for entry, (row, start, count) in enumerate(zip(plan.row, plan.start, plan.num_query)):
-            if asked := self._asked.get(row):
-                reach = min(start + count, asked.num_prompt - 1)
+            if requested := self.rows.get(row):
+                reach = min(start + count, requested.num_prompt - 1)
                 if start < reach:
-                    found = self._in_slices(hidden[begin : begin + reach - start], row, start + 1, asked.count, logits)
-                    pieces.append(PromptRankings(entry, start + 1, asked.count, found))
+                    found = self._in_slices(hidden[begin : begin + reach - start], row, start + 1, requested.count, logits)
+                    pieces.append(PromptRankings(entry, start + 1, requested.count, found))
             begin += count
         return pieces
 

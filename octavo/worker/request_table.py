@@ -1,4 +1,4 @@
-"""`RequestTable`: the worker's state of each running sequence, one row of packed int32 fields each (`step/row_words.py`).
+"""`RequestTable`: the worker's state of each running sequence, one row of packed int32 fields each (`step/step_tensors.py`).
 
     row   lengths, temperature, noise   block tables             token_ids
      0    4, 4, 0.7, ...                [ 5  9  0 .. ]           [ 12  7 99  4 .. ]
@@ -18,8 +18,7 @@ from torch import Tensor
 from octavo.kernels.ops import accept, copy_words
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.step import logit_edits
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
 
 Words = NDArray[np.int32]
 Places = NDArray[np.int64]
@@ -206,7 +205,7 @@ def _temperature(write: RowWrite) -> float:
 
 def redrawn(params: SamplingParams, bad_words: list[list[int]]) -> bool:
     """Returns whether the sampler resamples a row, so that the ids of its steps are provisional."""
-    return params.filtered or logit_edits.wanted(params, bad_words) or params.structured_outputs is not None
+    return params.filtered or params.edits_logits or bool(bad_words) or params.structured_outputs is not None
 
 
 def noise_words(noise: NoiseKey) -> Words:

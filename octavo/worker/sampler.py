@@ -176,7 +176,10 @@ class Sampler:
         """Appends the ids of rows that were resampled, or that have drafts."""
         entries = dict.fromkeys([one.entry for one in asked if one.special.redrawn]) | dict.fromkeys(plan.drafts)
         first = plan.first_outputs()
-        drafted = [(plan.row[entry], plan.sampled_position(entry), first[entry], num_drafts(plan, entry, masks)) for entry in entries]
+        drafted = [
+            (plan.row[entry], plan.sampled_position(entry), first[entry], num_drafts(plan, entry, masks) if entry in plan.drafts else 0)
+            for entry in entries
+        ]
         if drafted:
             self._table.accept(drafted, ids)
 
@@ -259,7 +262,7 @@ class Sampler:
         again = redrawn(params, write.bad_words)
         if not again and params.logprobs is None:
             return None
-        edited = logit_edits.wanted(params, write.bad_words)
+        edited = params.edits_logits or write.bad_words
         edits = self._held(logit_edits.pack(params, write.end_ids, write.bad_words)) if edited else None
         return Special(_with_noise(_line(params), write.noise), edits, again, params.greedy, params.filtered, params.logprobs)
 

@@ -36,12 +36,12 @@ from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.step.shared_keys import AllShared
-from octavo.step.step_tensors import StepTensors
+from octavo.step.step_tensors import Shape, StepTensors
 from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore, PagedStore, poison
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Eager, Forward, Program, Shape
+from octavo.worker.program import Eager, Forward, Program
 from octavo.worker.step_sharing import rows_together
 from octavo.worker.twice import as_bits, same_bits
 

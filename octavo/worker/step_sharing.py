@@ -29,10 +29,8 @@ class StepSharing:
             reads.cost = FREE
 
     def of(self, plan: StepPlan) -> Keys:
-        """Returns the shared-prefix nodes of each cache group, among scheduled rows that have one token."""
+        """Returns the shared-prefix nodes of each cache group, among scheduled rows that have one token. There must be some."""
         found = [NOTHING] * len(self._changes.tables)
-        if plan.num_query.count(1) < 2:
-            return found
         rows, counts = np.array(plan.row, np.int32), np.array(plan.num_query, np.int32)
         (single,) = (counts == 1).nonzero()
         rows, context = rows[single], np.array(plan.start, np.int32)[single] + 1

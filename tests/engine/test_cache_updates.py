@@ -9,7 +9,7 @@ from octavo.engine.wire import Cached, Gone, Met
 from octavo.inspector.engine_view import NoView
 from octavo.messages import CacheChange
 from octavo.policy.block_pool import BlockPool, Event
-from octavo.policy.digests import SHORT
+from octavo.policy.prefix_matcher import SHORT
 from tests.support.fake import FakeEngine, sampling
 from tests.support.watching import view_of
 

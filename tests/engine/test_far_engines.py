@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from octavo.config import Debug, EngineConfig, environment_with, passed_on
+from octavo.config import EngineConfig, environment_with, passed_on
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import SpawnConfig
 from octavo.engine.ray_engine import _clock_ahead
@@ -22,7 +22,6 @@ from octavo.engine.router import CLIENT_SECONDS, Router
 from octavo.engine.supervisor import Serving, Supervisor
 from octavo.engine.wire import DownFrame, Heartbeat, Hello, Ping, decode_up, encode
 from octavo.errors import LoadError
-from octavo.worker.faults import Faults
 from octavo.worker.ray_spot import SILENT_SECONDS, Marks, deal, taken_spots
 from tests.engine.test_replicas import kill
 from tests.support.engine_process import ask, engine_process, read, run, until
@@ -132,7 +131,7 @@ def test_records_of_an_engine_are_by_the_clock_of_its_clients(endless: str, monk
 
 @pytest.mark.parametrize("far", [False, True])
 def test_a_client_on_another_host_is_gone_when_it_is_silent_and_not_before(far: bool, tmp_path: Path) -> None:
-    router = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug()), far=far)
+    router = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, None, far=far)
     gone = 2**22 + 1  # no process of this host
     router._meet(b"abc", None, DownFrame(0, 1, Ping(gone)), Ping(gone))
     router._beat()

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import zmq
 
-from octavo.config import Debug
 from octavo.engine import router as router_module
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
@@ -30,7 +29,6 @@ from octavo.engine.wire import LARGE, Abort, Add, Command, DownFrame, Gone, Met,
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, EngineFacts, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.worker.faults import Faults
 from tests.support.engine_process import PATIENCE, ask, engine_process, exists, is_idle, run, tokens, until
 
 PARENT = """
@@ -157,7 +155,7 @@ def test_where_no_short_folder_can_be_written_the_limit_is_told(long_place: Call
 
 def test_a_socket_that_cannot_be_made_is_told_with_what_to_change() -> None:
     with pytest.raises(ConfigError, match=r"socket ipc:///proc/octavo/engine cannot be made: .+; set TMPDIR to another folder"):
-        Router("ipc:///proc/octavo/engine", 1, 1, 1000, Faults(Debug()))
+        Router("ipc:///proc/octavo/engine", 1, 1, 1000, None)
 
 
 def test_a_folder_that_somebody_removed_is_made_again_for_those_who_join_and_for_the_next_engine(endless: str) -> None:
@@ -369,7 +367,7 @@ def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFi
 
 
 def test_a_burst_of_long_prompts_is_taken_over_several_turns(tmp_path: Path) -> None:
-    router = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug()))
+    router = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, None)
     for number in range(7):
         router._inbox.put(AddRequest(str(number), [1] * 30_000, SamplingParams()))
     router._inbox.put(Abort("0"))
@@ -380,7 +378,7 @@ def test_a_burst_of_long_prompts_is_taken_over_several_turns(tmp_path: Path) -> 
 
 def test_a_client_that_lost_its_requests_is_told_again_what_the_engine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"ipc://{tmp_path}/engine"
-    router, client = Router(address, 1, 1, 1000, Faults(Debug())), raw(address, b"client")
+    router, client = Router(address, 1, 1, 1000, None), raw(address, b"client")
     router.ready(EngineFacts("model", 1, Limits(1, 1, 1, 1, 1, 1)), LoopStatus(time.monotonic(), False, 0, 0, 1, SchedulerStats(*[0] * 9)))
     router.start()
 
@@ -404,7 +402,7 @@ def test_a_client_that_lost_its_requests_is_told_again_what_the_engine_holds(tmp
 def test_an_engine_that_rests_gives_back_what_its_steps_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[int] = []
     monkeypatch.setattr("octavo.engine.router.give_back_freed_memory", lambda: given_back.append(1))
-    router, stats = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug())), SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    router, stats = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, None), SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
     beats = [(True, 5, 9, 0), (False, 5, 1, 0), (False, 5, 9, 1), (False, 5, 9, 1), (False, 6, 1, 1), (False, 6, 9, 2)]
     for busy, steps, seconds, times in beats:
         router.publish(LoopStatus(time.monotonic(), busy, steps, 0, 1, stats))

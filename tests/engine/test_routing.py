@@ -17,7 +17,7 @@ from octavo.engine import routing
 from octavo.engine.routing import COLD, HOT, WORTH, CacheUpdates, Choice, Policy, Routing
 from octavo.messages import AddRequest, CacheChange
 from octavo.policy.cache_group import CacheGroup
-from octavo.policy.digests import SHORT, Digests
+from octavo.policy.prefix_matcher import SHORT, Digests
 from octavo.server_config import RoutingPolicy
 from tests.policy.machine_settings import machine_settings
 from tests.support.fake import GROUPS, FakeEngine, sampling

@@ -17,13 +17,13 @@ from octavo.errors import ConfigError, VerifyError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
 from octavo.policy.beam_groups import BeamGroups
-from octavo.step.row_words import HEAD
+from octavo.step.step_tensors import HEAD, Shape
 from octavo.worker.graph_program import Graph
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Forward, Shape
+from octavo.worker.program import Forward
 from octavo.worker.request_table import RequestTable
 from tests.support.models import tiny_model
 from tests.support.places import PLACES, Place

@@ -8,9 +8,9 @@ import pytest
 from octavo import SamplingParams
 from octavo.messages import StepPlan
 from octavo.step.shared_keys import FREE, ReadCost
+from octavo.step.step_tensors import Shape
 from octavo.worker import program
 from octavo.worker.graph_program import Graph
-from octavo.worker.program import Shape
 from tests.support.places import open_engine, random_model, vocabulary
 
 NEVER = ReadCost(1 << 40, 0)

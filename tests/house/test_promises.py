@@ -13,7 +13,7 @@ from octavo.cli.args import Parser
 from octavo.cli.main import ALIASES, COMMANDS
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
-from octavo.server.request_bodies import FIELDS, ChatBody, CompletionBody, ResponseBody
+from octavo.server.fields import FIELDS, ChatBody, CompletionBody, ResponseBody
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.stand_in_llm import StandInLLM

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from octavo.policy.digests import Digests
+from octavo.policy.prefix_matcher import Digests
 from tests.support.fake import FakeEngine, sampling
 
 PREFIX = [(i * i + 3) % 50 for i in range(40)]

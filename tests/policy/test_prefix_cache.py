@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.messages import AddRequest, LifeRecord, PinOrder
-from octavo.policy.digests import SHORT
+from octavo.policy.prefix_matcher import SHORT
 from tests.support.fake import FakeEngine, sampling
 
 LONG = list(range(20))

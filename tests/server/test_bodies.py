@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from octavo import __version__
-from octavo.server.body import LARGE_BYTES
-from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody, _is_longer
+from octavo.server.body import LARGE_BYTES, _is_longer
+from octavo.server.fields import ChatBody, CompletionBody, ResponseBody
 from octavo.server.tokens import MOST_CHARS, MOST_TOKENS, Detokenize, Tokenize
 from tests.support.server_process import STAND_IN, ServerProcess
 from tests.support.stand_in_llm import StandInLLM

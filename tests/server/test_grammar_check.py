@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError, UnavailableError
-from octavo.server.access import Caller, arrive_as
 from octavo.server.grammar_check import MOST_WAITING, GrammarChecker
+from octavo.server.records import Caller, arrive_as
 from octavo.structured_outputs import StructuredOutputsParams, structured_outputs
 from octavo.text.grammar_text import _TOKEN, check_limits, grammar_text
 

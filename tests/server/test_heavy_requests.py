@@ -6,7 +6,8 @@ The whole of it is in `make soak`; here bodies are smaller, and there are fewer 
 
 import pytest
 
-from octavo.server.body import Body, takes
+from octavo.server.body import takes
+from octavo.server.fields import Body
 from tests.support.heavy_requests import places
 from tests.support.heavy_storm import Storm
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from octavo.server.access import Caller, may_read_text, recording_has_text, who_reads
 from octavo.server.app import build_app
+from octavo.server.guard import may_read_text
+from octavo.server.listen import recording_has_text, who_reads
+from octavo.server.records import Caller
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer

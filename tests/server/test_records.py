@@ -9,8 +9,7 @@ import pytest
 
 from octavo.errors import OverloadError
 from octavo.server import records
-from octavo.server.access import Arrival
-from octavo.server.records import Prompt, Record, Records, Sample
+from octavo.server.records import Arrival, Prompt, Record, Records, Sample
 from tests.server.conftest import Served
 from tests.support.http_server import wait_for
 

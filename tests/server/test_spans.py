@@ -14,8 +14,7 @@ from opentelemetry.trace import StatusCode
 
 from octavo.errors import OverloadError
 from octavo.messages import LifeRecord
-from octavo.server.access import Arrival
-from octavo.server.records import NoSpans, OtelSpans, Prompt, Record, Sample, open_spans
+from octavo.server.records import Arrival, NoSpans, OtelSpans, Prompt, Record, Sample, open_spans
 from tests.cli.processes import ROOT, environment
 from tests.server.conftest import Served
 from tests.support.http_server import wait_for

@@ -9,8 +9,8 @@ import torch
 
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import RowLayout
 from octavo.step.shared_keys import BEGIN, COUNT, END, FIRST, FREE, ReadCost, RowOrder, SharedKeys, SharedReads, choose_nodes
+from octavo.step.step_tensors import RowLayout
 from octavo.worker.request_table import RequestTable, TableChanges
 
 NOISE = NoiseKey((0, 0), 0, 0)

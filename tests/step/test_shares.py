@@ -58,6 +58,6 @@ def test_layers_of_one_window_take_the_same_shares(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(backend, "decode_shares", count)
     nothing = torch.zeros(1)
-    shares = Shares(ForwardBatch(*[nothing] * 8, caches=[], block_size=16, teams=Teams(nothing, nothing)))
+    shares = Shares(ForwardBatch(*[nothing] * 9, caches=[], block_size=16, teams=Teams(nothing, nothing)))
     given_out = [int(shares.of(window, nothing)) for window in (None, 9, None, 9, 70)]  # type: ignore[arg-type]
     assert given_out == [1, 2, 1, 2, 3] and asked == [None, 9, 70]

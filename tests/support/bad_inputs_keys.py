@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from unittest.mock import patch
 
-from octavo.server.access import ADMIN, OPEN, Keys
 from octavo.server.app import build_app
 from octavo.server.errors import ApiError
+from octavo.server.guard import ADMIN, OPEN, Keys
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.bad_inputs_http import refused
@@ -38,7 +38,7 @@ def _constant_time(server: Watched) -> Callable[[], None]:
 
     def act() -> None:
         for key in sent:
-            with patch("octavo.server.access.secrets.compare_digest", wraps=secrets.compare_digest) as compare, suppress(ApiError):
+            with patch("octavo.server.guard.secrets.compare_digest", wraps=secrets.compare_digest) as compare, suppress(ApiError):
                 keys.check("/v1/models", {b"authorization": f"Bearer {key}".encode()})
             digest = hashlib.sha256(key.encode()).digest()
             assert [call.args for call in compare.call_args_list] == [(digest, one) for one in known]

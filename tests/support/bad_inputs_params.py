@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from octavo.server.request_bodies import FIELDS
+from octavo.server.fields import FIELDS
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, numbers, row
 from tests.support.bad_inputs_watch import Watched
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo import LLM, StructuredOutputsParams
 from octavo.engine.grammar import Grammars
 
 
@@ -61,8 +61,8 @@ class HandGuide:
 
 
 class HandMadeGrammars(Grammars):
-    def check(self, params: SamplingParams) -> None:
-        """Whatever is asked for was made by hand."""
+    def check(self) -> None:
+        """Every grammar was made by hand."""
 
     def _compile(self, form: StructuredOutputsParams) -> "Future[Any]":
         """At once, so that two engines let a request go at the same step."""

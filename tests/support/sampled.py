@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels import ops
 from octavo.messages import RowWrite, StepPlan, TokenLogprobs
-from octavo.step.row_words import NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
 from octavo.worker.executor import Masks
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampler, Sampling

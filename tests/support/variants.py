@@ -21,11 +21,10 @@ from triton.runtime.driver import driver
 
 from octavo.attention.triton import TritonBackend
 from octavo.comm.comm import NullComm
-from octavo.config import Debug
 from octavo.kernels import ops
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
 from octavo.kernels.kernel_shapes import Fp8Shape, PackedShape
-from octavo.kernels.triton.fp8 import products as fp8
+from octavo.kernels.triton import fp8
 from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
@@ -35,10 +34,9 @@ from octavo.models.registry import build_model, cache_specs, describe
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import RowLayout
+from octavo.step.step_tensors import RowLayout
 from octavo.worker.compile_process import NoGPU, find_jobs
 from octavo.worker.compilers import DRIVER, Wanted, variant
-from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
 from octavo.worker.kernel_shapes import kernel_shapes
 from octavo.worker.kv_store import PagedStore
@@ -167,7 +165,7 @@ def build_runner(config: DenseConfig, dtype: str, codes: ZeroWeights | None) -> 
     assert eager.sharing is not None
     eager.sharing.share_all()
     graph = Graph(eager, ROWS, TOKENS, CAPTURED)
-    return ModelRunner(graph, ops, store, table, Faults(Debug())), graph
+    return ModelRunner(graph, ops, store, table, None), graph
 
 
 def plans() -> list[StepPlan]:

@@ -26,8 +26,9 @@ from octavo.config import EngineConfig
 from octavo.errors import EngineError
 from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server import access, app
-from octavo.server.body import Body, read_body, takes
+from octavo.server import app, guard
+from octavo.server.body import read_body, takes
+from octavo.server.fields import Body
 from octavo.server.generation import EventStream
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
@@ -146,7 +147,7 @@ def stand_in_routes(server: Server) -> APIRouter:
 def serve(words: list[str]) -> int:
     app.ROUTERS = (*app.ROUTERS, watching_routes)
     break_tokenizer()
-    access.OPEN = access.OPEN | {"/watch"}  # type: ignore[misc]
+    guard.OPEN = guard.OPEN | {"/watch"}  # type: ignore[misc]
     return main(["serve", *words])
 
 

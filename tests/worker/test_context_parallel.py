@@ -172,7 +172,7 @@ def test_every_rank_proves_the_tokens_that_it_keeps(
 
 
 SLIPPED = """
-from octavo.step.row_words import HEAD
+from octavo.step.step_tensors import HEAD
 from octavo.worker.model_runner import ModelRunner
 forward = ModelRunner.forward
 def slipped(self, plan):

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.messages import StepPlan
-from octavo.step.step_tensors import ENTRY_PARTS, part_words
+from octavo.step.step_tensors import ENTRY_PARTS, PADDING, Shape, packed_entries, part_words
 from octavo.worker.graph_program import Graph, shapes
-from octavo.worker.program import PADDING, Shape, entries
 
 CAPTURED = 2048  # tokens
 
@@ -57,7 +56,7 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
 def test_a_plan_becomes_words_and_padding_has_no_row(shape: Shape) -> None:
     counts = [1, 1] if shape.decodes else [20, 1]
     plan = StepPlan(1, row=[7, 3], seq_id=[0, 1], start=[40, 9], num_query=counts, outputs=[0, 1], group_lengths={1: [5, 6]})
-    parts = entries(plan, shape, 2).reshape(ENTRY_PARTS + 2, part_words(shape.entries)).tolist()
+    parts = packed_entries(plan, shape, 2).reshape(ENTRY_PARTS + 2, part_words(shape.entries)).tolist()
     query_start, row, start, outputs, first_output, *lengths = parts
     idle = shape.entries - 2
     ends = [3, 4] if shape.decodes else [21] * idle  # a token each, or none
@@ -70,5 +69,5 @@ def test_a_plan_becomes_words_and_padding_has_no_row(shape: Shape) -> None:
 
 def test_rows_with_drafts_take_the_outputs_of_padding_rows() -> None:
     plan, shape = StepPlan(1, row=[7, 3], start=[40, 9], num_query=[20, 3], outputs=[0, 3], drafts={1: [5, 6]}), Shape(6, 64, 6)
-    *_, outputs, first_output, _ = entries(plan, shape, 1).reshape(ENTRY_PARTS + 1, part_words(6)).tolist()
+    *_, outputs, first_output, _ = packed_entries(plan, shape, 1).reshape(ENTRY_PARTS + 1, part_words(6)).tolist()
     assert outputs[:6] == [0, 3, 0, 0, 0, 0] and first_output[:7] == [0, 1, 4, 5, 6, 6, 6]

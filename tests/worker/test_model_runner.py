@@ -17,10 +17,20 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.cache_group import CacheGroup, WindowGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, OFFSET, TEMPERATURE, RowLayout
-from octavo.step.step_tensors import StepMemory, StepTensors
+from octavo.step.step_tensors import (
+    HEAD,
+    NOISE,
+    NOISE_WORDS,
+    OFFSET,
+    TEMPERATURE,
+    RowLayout,
+    Shape,
+    StepMemory,
+    StepTensors,
+    packed_entries,
+    plan_sizes,
+)
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
-from octavo.worker.program import Shape, entries, sizes
 from octavo.worker.request_table import RequestTable, send
 
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,), "bfloat16")}) for layer in range(2)]
@@ -38,9 +48,9 @@ def new_table(block_size: int = 16, links: tuple[int, ...] = (1,)) -> RequestTab
 
 
 def prepared(plan: StepPlan, table: RequestTable, block_size: int) -> StepTensors:
-    shape = Shape(*sizes(plan))
+    shape = Shape(*plan_sizes(plan))
     memory = StepMemory(table.layout, 4 * ROWS, 2 * ROWS * MAX_LEN, torch.device("cpu"))
-    send(entries(plan, shape, table.layout.groups), memory.entries)
+    send(packed_entries(plan, shape, table.layout.groups), memory.entries)
     step = memory.step(shape.entries, shape.tokens, shape.outputs)
     step.tables.fill_(77)  # of another step
     prepare(table.words, table.layout, block_size, step)
@@ -134,7 +144,7 @@ def test_as_many_tokens_as_entries_are_not_always_one_each() -> None:
     table.apply(StepPlan(1, row_writes=[write(1, [7, 8, 9], [1]), write(4, [5], [9])]))
     memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
     plan = StepPlan(2, row=[1, 4], start=[0, 0], num_query=[3, 1], outputs=[1, 1])
-    words = entries(plan, Shape(4, 16, 4), 1)  # padded to four entries, two of them without a token
+    words = packed_entries(plan, Shape(4, 16, 4), 1)  # padded to four entries, two of them without a token
     send(words, memory.entries)
     step = memory.step(4, 4, 4)
     prepare(table.words, table.layout, 16, step)

@@ -9,7 +9,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.step.row_words import HEAD, MOST_WORDS, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import HEAD, MOST_WORDS, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.worker import request_table
 from octavo.worker.request_table import RequestTable, Words
 

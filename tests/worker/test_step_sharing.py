@@ -11,9 +11,8 @@ import torch
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.sizing.gpu_size import gpu_row_bytes
-from octavo.step.row_words import RowLayout
 from octavo.step.shared_keys import FREE, NOTHING
-from octavo.step.step_tensors import ALIGNED, ENTRY_PARTS, StepMemory
+from octavo.step.step_tensors import ALIGNED, ENTRY_PARTS, RowLayout, StepMemory
 from octavo.step.team_words import LINE, team_words
 from octavo.worker.request_table import RequestTable
 from octavo.worker.step_sharing import StepSharing, StepTeams

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
-from octavo.step.step_tensors import NO_SLOT, StepTensors
+from octavo.step.step_tensors import HEAD, NO_SLOT, NOISE, NOISE_WORDS, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout, StepTensors
 
 Words = NDArray[np.int32]
 Arrays = dict[str, NDArray[Any]]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import rows as twin
 from octavo.kernels.triton.step import rows as kernel
-from octavo.step.row_words import NUM_TOKENS, RowLayout
-from octavo.step.step_tensors import StepMemory, StepTensors, part_words
+from octavo.step.step_tensors import NUM_TOKENS, RowLayout, StepMemory, StepTensors, part_words
 
 LAYOUT = RowLayout(max_blocks=1200, max_len=1200, links=(1, 1))
 ROWS, VOCAB = 6, 1000

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.step.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
-from octavo.step.step_tensors import NO_SLOT, StepTensors
+from octavo.step.step_tensors import HEAD, NO_SLOT, NOISE, NOISE_WORDS, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout, StepTensors
 
 TILE = 1024
 AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_OFFSET = map(tl.constexpr, (HEAD, NUM_TOKENS, TEMPERATURE, OFFSET))
