@@ -7,7 +7,7 @@
 //     BF16      rounded to bfloat16
 //     INT8      one-byte codes, with a scale for each span of k: 32, or the group of the weights if that is smaller
 //
-// INT8 is for small batches. Larger ones are multiplied by weights that were unpacked to one of the other formats.
+// INT8 is for weights in codes. The levels amx, neon and i8mm use it for small batches only, and unpack the weights for larger ones.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace octavo {
 
 enum class Form { FLOAT, HALF, BF16, INT8 };
 
-const int64_t FEW = 16;      // maximum rows multiplied as 8-bit codes; for more, unpacking the weights pays off
+const int64_t FEW = 16;      // on levels that unpack codes: the largest batch that is multiplied as codes
 const int64_t SPAN = 32;     // maximum columns of x that share a scale: with more, one large number would cost too many others their precision
 
 enum class Digits { BYTES, NIBBLES, LOOKED_UP };  // 8-bit codes; 4-bit codes; 4-bit codes with a table of values

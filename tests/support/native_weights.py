@@ -23,7 +23,7 @@ from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_fl
 from octavo.kernels.reference.layer import rms_norm
 
 # Levels on which the numbers of a row do not depend on the other rows of its step.
-INVARIANT = ("portable", "avx2", "avx512")
+INVARIANT = ("portable", "avx2", "avx512", "avx512bf16")
 FEW_ROWS = 16  # up to here the other levels multiply weights in codes by codes
 SPAN = 32  # columns of x that share a scale, at most
 
