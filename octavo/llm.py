@@ -238,7 +238,7 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Returns all prefixes that are held, the oldest first."""
         with self._turn():
-            return [PinnedPrefix.of(state.pin_id, state) for state in self._core.scheduler.pins.told() if state.held]
+            return [PinnedPrefix.of(state.pin_id, state) for state in self._core.scheduler.pins.states() if state.held]
 
     def unpin_prefix(self, name: str) -> None:
         """Ends a pinned prefix. Requests that use it are not disturbed."""

@@ -128,8 +128,8 @@ class Grammars:
         updates: list[Delta] = []
         for seq in request.sequences.copy():
             if seq.num_tokens > request.num_prompt:
-                said = Delta(request.request_id, seq.index, list(seq.token_ids[request.num_prompt :]))
-                updates += self._advance(scheduler, said, self._guided[request.request_id].matcher(seq.index))
+                output = Delta(request.request_id, seq.index, list(seq.token_ids[request.num_prompt :]))
+                updates += self._advance(scheduler, output, self._guided[request.request_id].matcher(seq.index))
         return updates
 
     def _turns(self, scheduler: Scheduler) -> int:
@@ -163,14 +163,14 @@ class Grammars:
         return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
-        said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is not text
-        heard = 0
-        while heard < len(said) and not matcher.ended:
-            matcher.advance([said[heard]])
-            heard += 1
-        is_cut = heard < len(said)  # tokens sampled after a complete text are dropped
+        tokens = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is not text
+        count = 0
+        while count < len(tokens) and not matcher.ended:
+            matcher.advance([tokens[count]])
+            count += 1
+        is_cut = count < len(tokens)  # tokens sampled after a complete text are dropped
         if is_cut:
-            _cut(delta, heard)
+            _cut(delta, count)
         if matcher.ended and (delta.finish_reason == "length" or (is_cut and delta.finish_reason == "stop")):  # it was just long enough
             end = replace(delta, token_ids=[], logprobs=None, finish_reason="stop")
             delta.finish_reason = delta.life = None

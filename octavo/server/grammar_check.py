@@ -111,7 +111,7 @@ class GrammarChecker:
         child = self._child if self._child is not None and self._child.returncode is None else await self._start()
         try:
             async with asyncio.timeout(self._seconds):
-                return await _ask(child, question)
+                return await _exchange(child, question)
         except BaseException as error:  # the child is killed: a late answer would be taken for the next grammar's
             if isinstance(error, EOFError):
                 await _ended(child)  # its exit code is the verdict
@@ -141,7 +141,7 @@ class GrammarChecker:
         self._child = child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=nowhere)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await _ask(child, first)
+                await _exchange(child, first)
         except BaseException as error:
             await self._kill()
             if isinstance(error, (TimeoutError, EOFError)):
@@ -175,7 +175,7 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
             await child.wait()
 
 
-async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None:
+async def _exchange(child: asyncio.subprocess.Process, question: bytes) -> str | None:
     """Sends a line, and returns the answer. Raises EOFError if the child ended instead."""
     assert child.stdin is not None and child.stdout is not None
     with suppress(ConnectionError):

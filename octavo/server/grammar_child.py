@@ -40,9 +40,9 @@ def main(parent: int) -> None:
     _say("ready")
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # when the time is over, its signal ends the process
-        said = wrong_with(guide, line)
+        problem = wrong_with(guide, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(said)
+        _say(problem)
 
 
 def wrong_with(guide: Guide, line: bytes) -> str | None:

@@ -37,7 +37,7 @@ from octavo.worker.rank_process import (
     encode,
     sample,
 )
-from octavo.worker.request_table import Said
+from octavo.worker.request_table import SampledToken
 from octavo.worker.roster import Roster
 from octavo.worker.shadow import Shadow, happened
 from octavo.worker.tenants import Tenants
@@ -166,7 +166,7 @@ class RankedRunner:
         self._meeting = meeting
         self._stages = meeting.place.stage.count
         self._tenants = Tenants()
-        self._said: list[Said] = []  # sampled by the last stage since the last plan
+        self._sampled: list[SampledToken] = []  # sampled by the last stage since the last plan
         self._events: list[tuple[Event, int, BlockKey | None]] = []  # of blocks, since the last plan
         self._plan = StepPlan(0)
 
@@ -176,13 +176,13 @@ class RankedRunner:
         happened(event, block, key, self.runner, self.shadow)
 
     def forward(self, plan: StepPlan) -> None:
-        said, self._said, self._plan = self._said, [], plan
+        sampled, self._sampled, self._plan = self._sampled, [], plan
         events, self._events = self._events, []
         self._tenants.apply(plan)
         self._diary.begin(plan.step)
         with self._as_one():
-            self.ranks.tell(encode(Forward(plan, said, events)))
-            self.runner.table.learn(said)
+            self.ranks.tell(encode(Forward(plan, sampled, events)))
+            self.runner.table.learn(sampled)
             self.runner.forward(plan)
 
     def sample(self, masks: Masks | None = None) -> Promise:
@@ -199,7 +199,7 @@ class RankedRunner:
         if result is None:
             self.ranks.results.put(None)
             raise self.ranks.explained(RankLost("the ranks gave up"))
-        self._said += self._tenants.said(plan, result)
+        self._sampled += self._tenants.sampled_tokens(plan, result)
         return result
 
     @contextmanager

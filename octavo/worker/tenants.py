@@ -1,7 +1,7 @@
 """Tracks row owners for tokens from the last stage of a pipeline, since a row may have a new owner when its token arrives."""
 
 from octavo.messages import StepPlan, StepResult
-from octavo.worker.request_table import Said
+from octavo.worker.request_table import SampledToken
 
 
 class Tenants:
@@ -19,7 +19,7 @@ class Tenants:
                 del self._row[before]
             self._row[sequence], self._sequence[row] = row, sequence
 
-    def said(self, plan: StepPlan, result: StepResult) -> list[Said]:
+    def sampled_tokens(self, plan: StepPlan, result: StepResult) -> list[SampledToken]:
         """Returns the row and position of the last token of each sequence in a step. Accepted drafts before it are in the row already."""
         rows = [self._row.get(sequence) for sequence in plan.seq_id]
         sampled = [(entry, row, tokens) for entry, (row, tokens) in enumerate(zip(rows, result.tokens)) if tokens and row is not None]

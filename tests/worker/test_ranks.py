@@ -194,8 +194,8 @@ def test_a_token_that_comes_late_goes_to_the_row_that_its_sequence_has_by_then()
     first = plan(1, {0: 10, 1: 11, 2: 12}, row=[0, 1, 2], seq_id=[10, 11, 12], start=[0, 4, 7], num_query=[4, 1, 2])
     tenants.apply(first)
     tenants.apply(plan(2, {2: 20}, {0: 11, 1: 10}))  # two exchange rows, the third lost its own
-    assert tenants.said(first, StepResult(1, [[5], [6], [7]])) == [(1, 4, 5), (0, 5, 6)]
-    assert tenants.said(first, StepResult(1, [[], [6], []])) == [(0, 5, 6)]
+    assert tenants.sampled_tokens(first, StepResult(1, [[5], [6], [7]])) == [(1, 4, 5), (0, 5, 6)]
+    assert tenants.sampled_tokens(first, StepResult(1, [[], [6], []])) == [(0, 5, 6)]
 
 
 def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
