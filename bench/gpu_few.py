@@ -89,8 +89,8 @@ class Kernels:
     def merge_linear(self, *given: Any) -> Tensor:
         return products.merge_linear(*given, tiles=self.tiles.get("merge"), pdl=self.pdl)
 
-    def gate_up(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return products.gate_up(*given, tiles=self.tiles.get("gate_up"), pdl=self.pdl)
+    def norm_gate_up(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return products.norm_gate_up(*given, tiles=self.tiles.get("gate_up"), pdl=self.pdl)
 
     def linear(self, *given: Any) -> Tensor:
         return products.linear(*given, tiles=self.tiles.get("down"), pdl=self.pdl)
@@ -102,7 +102,8 @@ class Kernels:
 
 
 class Twins:
-    norm_linear, merge_linear, gate_up = staticmethod(plain.norm_linear), staticmethod(plain.merge_linear), staticmethod(plain.gate_up)
+    norm_linear, norm_gate_up = staticmethod(plain.norm_linear), staticmethod(plain.norm_gate_up)
+    merge_linear = staticmethod(plain.merge_linear)
     linear, head, sample = staticmethod(plain.linear), staticmethod(plain.head), staticmethod(plain_sampling.sample)
     decode_attention_parts = staticmethod(plain_attention.decode_attention_parts)
 
@@ -164,7 +165,7 @@ class Bench:
             own, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
             qkv, residual = kernels.norm_linear(x, residual, norm.weight, norm.eps, own.qkv.weight, own.qkv.bias)
             x = kernels.merge_linear(*self.attend(layer, qkv, kernels), own.output.weight, own.output.bias)
-            gated, residual = kernels.gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
+            gated, residual = kernels.norm_gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
             x = kernels.linear(gated, layer.mlp.down.weight, layer.mlp.down.bias)
         logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.matrix.weight)
         self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.rope_positions))
@@ -363,7 +364,7 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
                 lambda own: own.attention.qkv.weight),
         "decode": (decode, lambda own: None),
         "merge": (lambda own: kernels.merge_linear(*parts, own.attention.output.weight, None), lambda own: own.attention.output.weight),
-        "gate_up": (lambda own: kernels.gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight),
+        "gate_up": (lambda own: kernels.norm_gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight),
                     lambda own: own.mlp.gate_up.weight),
         "down": (lambda own: kernels.linear(wide, own.mlp.down.weight, None), lambda own: own.mlp.down.weight),
     }  # fmt: skip

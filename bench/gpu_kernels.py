@@ -23,11 +23,11 @@ from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
 from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
-from octavo.kernels.triton.gemv.products import gate_up, linear, norm_linear
+from octavo.kernels.triton.gemv.products import linear, norm_gate_up, norm_linear
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.cache import write_kv
+from octavo.kernels.triton.step.elementwise import silu_and_mul
 from octavo.kernels.triton.step.norm import add_rms_norm
-from octavo.kernels.triton.step.write_kv import write_kv
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -198,8 +198,8 @@ def _product_case(name: str, rows: int, size: int, wide: int) -> Case:
         function = module_norm if name == "norm_linear" else module_gate
         return [lambda w=w: function(x, residual, norm_weight, 1e-6, w) for w in weights]
 
-    ours = runs(linear, norm_linear, gate_up)
-    theirs = runs(plain_layer.linear, plain_layer.norm_linear, plain_layer.gate_up)
+    ours = runs(linear, norm_linear, norm_gate_up)
+    theirs = runs(plain_layer.linear, plain_layer.norm_linear, plain_layer.norm_gate_up)
 
     def error() -> float:
         got, exact = ours[0](), theirs[0]()

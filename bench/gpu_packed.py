@@ -3,7 +3,7 @@
 A line of the table is a matrix; each cell has microseconds, TB/s of packed bytes, and how many times as fast as bfloat16 that is.
 Times are medians of CUDA graphs replayed, each over enough matrices that none waits in the L2. Kernels are compiled first, by
 as many processes as there are cores. `--sweep` tries other divisions of the work, instead of the table, checks each against the
-twin, and prints the best as lines for `MEASURED` of kernels/triton/packed/rules.py; `--tiles` does so for 256 and 512 rows alone, in
+twin, and prints the best as lines for `MEASURED` of kernels/triton/packed/products.py; `--tiles` does so for 256 and 512 rows alone, in
 groups of 128 and 32, slabs of weights among them. A case that fails says why, and the next
 one runs. `--tiny` is for the interpreter.
 """
@@ -27,7 +27,7 @@ from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import layer as twin
 from octavo.kernels.reference.layer import silu_and_mul
 from octavo.kernels.triton.packed import products as packed
-from octavo.kernels.triton.packed.rules import GEMM_ROWS, PROGRAMS, SMALL_GEMM_ROWS, Gemm, Gemv, SmallGemm, power_of_rows, rule
+from octavo.kernels.triton.packed.products import GEMM_ROWS, PROGRAMS, SMALL_GEMM_ROWS, Gemm, Gemv, SmallGemm, power_of_rows, rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

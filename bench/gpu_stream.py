@@ -29,7 +29,7 @@ from octavo.kernels.reference.layer import add_rms_norm as twin_norm
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.gemv.products import merge_parts
 from octavo.kernels.triton.packed import products as packed
-from octavo.kernels.triton.packed.rules import MEASURED, Gemv, How, SmallGemm, power_of_rows, rule
+from octavo.kernels.triton.packed.products import MEASURED, Gemv, How, SmallGemm, power_of_rows, rule
 from octavo.kernels.triton.step.norm import add_rms_norm
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 12288, 32, 8, 128

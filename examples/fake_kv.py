@@ -29,7 +29,7 @@ from octavo.worker.faults import Faults
 VOCAB, END_ID = 50, 3
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 4, 30, 90
 ROWS, BUDGET = 6, 16
-REQUESTS, MOST_STEPS = 80, 3000
+REQUESTS, MOST_STEPS = 160, 5000
 
 
 class Wrong(Exception):

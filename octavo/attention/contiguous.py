@@ -45,7 +45,7 @@ class ContiguousBackend:
         q, k, v = split_heads(qkv, self.spec)
         q, k = norm_and_rotate(q, k, norms, rope, batch.rope_positions)
         max_len = cache["k"].shape[1]
-        slots = batch.attention.token_rows * max_len + batch.cache_index
+        slots = batch.attention.token_rows.long() * max_len + batch.cache_index  # torch indexes buffers by int64
         keep(cache, k, v, slots)
         return q
 

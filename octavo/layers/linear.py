@@ -1,11 +1,10 @@
-"""The parts of a layer around its mixer: matrices over a quantisation scheme, norm and MLP.
+"""The parts of a layer around its mixer: matrices over a quantisation scheme, and norms.
 
     Linear             y = x W^T + b
     MergedLinear       several projections of one x as one product; each is a named slice of the rows of W
     RowParallelLinear  its input may be split over ranks, whose results are summed
     Embedding, LMHead  the first and the last matrix of a model, which may be the same; ranks share the vocabulary
     RMSNorm, LayerNorm the norm before or after a sub-layer
-    MLP                with a gate or without
 
     qkv.weight   [ q: heads * head_dim rows | k: kv_heads * head_dim | v: kv_heads * head_dim ]
 """
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
-from octavo.kernels.gates import Activation
-from octavo.kernels.ops import add_layer_norm, add_rms_norm, gate_and_mul, gelu, layer_norm, rms_norm, scale_logits
+from octavo.kernels.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale_logits
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
 
@@ -131,31 +129,3 @@ class LayerNorm(nn.Module):
 
 
 Norm = RMSNorm | LayerNorm
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product. Without a gate: down(gelu(up(x)))."""
-
-    def __init__(
-        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm,
-        activation: Activation = "swiglu",
-    ) -> None:  # fmt: skip
-        super().__init__()
-        assert activation != "clamped", f"no MLP of kind {activation}"
-        self.gate = None if activation == "gelu" else activation
-        parts = {"up": size} if activation == "gelu" else {"gate": size, "up": size}
-        self.gate_up = MergedLinear(hidden_size, parts, bias, scheme, dtype)
-        self.down = RowParallelLinear(size, hidden_size, bias, scheme, dtype, comm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self._activated(x))
-        return out
-
-    def of_rank(self, x: Tensor) -> Tensor:
-        """Like `RowParallelLinear.of_rank`."""
-        return self.down.of_rank(self._activated(x))
-
-    def _activated(self, x: Tensor) -> Tensor:
-        if self.gate == "swiglu":
-            return self.gate_up.scheme.gated(self.gate_up, x)
-        return gelu(self.gate_up(x)) if self.gate is None else gate_and_mul(self.gate_up(x), self.gate)

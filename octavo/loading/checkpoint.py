@@ -4,7 +4,8 @@ Names are Hugging Face's (`model.embed_tokens.weight`). Files are mapped, and a 
 headers is checked when the checkpoint is opened.
 """
 
-from collections import defaultdict
+import mmap
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -21,7 +22,6 @@ from octavo.kernels.cpu.packing import Blocks
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, no_model_folder, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors, weights_in
-from octavo.loading.mapped import MappedFile
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
 from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.models.row_order import RowOrder, in_file
@@ -32,6 +32,9 @@ from octavo.quant.quant_config import OF_CACHE, QuantConfig
 
 WHOLE = Part()
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would accept 100 MB
+AHEAD = 64 * 2**20  # bytes that are read ahead
+KEPT = 256 * 2**20  # bytes of recent tensors that are not released: parts of one matrix are used together
+UNIT = mmap.PAGESIZE  # of memory: the granularity at which the kernel reads and drops
 
 
 class Checkpoint(Protocol):
@@ -91,7 +94,7 @@ class SafetensorsCheckpoint:
         else:
             raise no_model_folder(folder)
         self._file_of = {name: file for file in self._files for name in file.headers}
-        in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/stacked.py` reads these
+        in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/views.py` reads these
         self._packed = {} if quantization is None or in_stacks else self._find_packed(quantization)
         of_modules = {tensor: name for name, module in self._packed.items() for tensor in module.tensors}
         of_cache = OF_CACHE if quantization is not None else ()
@@ -221,6 +224,48 @@ class _SafetensorsFile:
 
 
 # -- a GGUF file
+
+
+class MappedFile:
+    """A file that is used once, approximately from its beginning to its end, with little of it in memory at a time.
+
+    Data ahead is read from the disk while earlier data is used. Older ranges are released from memory; a view of them stays
+    valid, since its bytes are read again on access.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages: nothing can be written back
+        self._data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._read_to = 0
+        self._handed: deque[range] = deque()
+        self._handed_bytes = 0
+
+    def bytes(self, offset: int, size: int) -> Tensor:
+        """Returns a view, which must not be modified."""
+        self._read_ahead(offset, offset + size)
+        self._give_back_others(range(offset, offset + size))
+        return self._data[offset : offset + size]
+
+    def _read_ahead(self, start: int, end: int) -> None:
+        goes_on = start <= self._read_to <= end + AHEAD
+        start = self._read_to if goes_on else start
+        if end + AHEAD - start >= AHEAD // 2:
+            self._advise(mmap.MADV_WILLNEED, start // UNIT * UNIT, end + AHEAD)
+            self._read_to = end + AHEAD
+
+    def _give_back_others(self, newest: range) -> None:
+        self._handed.append(newest)
+        self._handed_bytes += len(newest)
+        while self._handed_bytes > KEPT and len(self._handed) > 1:
+            oldest = self._handed.popleft()
+            self._handed_bytes -= len(oldest)
+            self._advise(mmap.MADV_DONTNEED, -(-oldest.start // UNIT) * UNIT, oldest.stop // UNIT * UNIT)
+
+    def _advise(self, what: int, start: int, end: int) -> None:
+        """`start`: a multiple of UNIT"""
+        if start < min(end, len(self._map)):
+            self._map.madvise(what, start, min(end, len(self._map)) - start)
 
 
 def _part(tensor: GGUFTensor) -> str:

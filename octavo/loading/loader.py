@@ -18,7 +18,7 @@ from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q4, Q8, NativeLibr
 from octavo.kernels.cpu.packing import Blocks, PackedMatrix, pack_blocks, pack_codes, pack_float
 from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.layers.linear import Embedding, Linear, LMHead, MergedLinear
-from octavo.layers.mixture import ExpertStack
+from octavo.layers.mlp import ExpertStack
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of

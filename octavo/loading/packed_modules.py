@@ -16,10 +16,18 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.models.split import Part
-from octavo.quant.compressed import check_compressed, unpack_compressed
 from octavo.quant.fp8 import Fp8Weight, Quantised, check_fp8, unpack_fp8
 from octavo.quant.quant_config import PARTS, STACKED_CODES, WHOLE_NUMBERS, QuantConfig
-from octavo.quant.zero_point import Layout, ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
+from octavo.quant.zero_point import (
+    Layout,
+    ZeroPointWeight,
+    check_awq,
+    check_compressed,
+    check_gptq,
+    unpack_awq,
+    unpack_compressed,
+    unpack_gptq,
+)
 
 CHECKS = {"awq": check_awq, "gptq": check_gptq, "words": check_compressed, "bytes": check_compressed, "fp8": check_fp8}
 DTYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import Quantization
-from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
+from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.loader import weight_targets
 from octavo.loading.packed_modules import cut

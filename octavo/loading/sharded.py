@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
-from octavo.loading.renamed import RenamedCheckpoint, RenamedWeights
+from octavo.loading.views import RenamedCheckpoint, RenamedWeights
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import describe, rank_parts

@@ -41,7 +41,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/stacked.py`)."""
+    """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/views.py`)."""
 
     tensor: str  # model.layers.*.mlp.experts.gate_up_proj
     modules: tuple[str, ...]  # modules whose rows alternate: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj

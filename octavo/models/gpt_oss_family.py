@@ -4,7 +4,7 @@
     experts     biases on the router and on all experts; weights are the softmax over the logits of the chosen experts; the gate is
                 clamped: gate * sigmoid(1.702 gate) * (up + 1)
 
-Folders have one tensor for all experts of a layer, in floats or in MXFP4 (`loading/stacked.py`).
+Folders have one tensor for all experts of a layer, in floats or in MXFP4 (`loading/views.py`).
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers. octavo/kernels/cpu/header.py reads them from this file.
+// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers. octavo/kernels/cpu/library.py reads them from this file.
 //
 //     Matrix        the weights of one product, packed into panels of 16 output rows
 //     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer

@@ -10,7 +10,7 @@
     table           [16] uint8 or None: the value of each 4-bit code in the formula, for formats with uneven steps
                     (MXFP4, IQ4_NL). None: the code itself
 
-`fold_gguf`, `zero_point.py` and `compressed.py` convert published formats to this form; `quantize` and `fp8.py` convert floats.
+`fold_gguf` and `zero_point.py` convert published formats to this form; `quantize` and `fp8.py` convert floats.
 A scale or offset that float16 cannot represent is rounded by a relative error of at most 2^-11, a quarter of that of bfloat16 weights.
 """
 

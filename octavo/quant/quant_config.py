@@ -156,7 +156,7 @@ class _Table:
         return readers[self.choice("quant_method", METHODS)]()
 
     def mxfp4(self) -> QuantConfig:
-        """Only experts, by the names of their tensors (`loading/stacked.py`)."""
+        """Only experts, by the names of their tensors (`loading/views.py`)."""
         return QuantConfig("mxfp4", bits=4, group_size=MXFP4_GROUP, modules_to_not_convert=self.names("modules_to_not_convert"))
 
     def awq(self) -> QuantConfig:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.ops import fp8_linear, packed_gate_up, packed_linear, silu_and_mul, unpack
+from octavo.kernels.reference.dequant import FP4_TABLE
 from octavo.kernels.reference.fp8 import widen
 from octavo.kernels.reference.layer import pack_words
 from octavo.kernels.reference.products import multiply
-from octavo.kernels.reference.table_kinds import FP4_TABLE
 from octavo.quant.packed import PackedWeight
 
 

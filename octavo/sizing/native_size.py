@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from octavo.attention.mixer import StepLoad
 from octavo.layout import K_PAD, PANEL
 from octavo.models.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription
+from octavo.models.mixture_family import MATRICES
 from octavo.sizing.activations import FLOAT32
 from octavo.sizing.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
@@ -19,7 +20,6 @@ CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, KEPT_BACK = 1.25, 4.1, 1.2
 HALF_EMPTY = 1 << 20  # bytes on average: a matrix occupies whole huge pages of 2 MiB
 
 KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm", "alibi"}  # features of attention
-MATRICES = {"qkv", "output", "gate_up", "down", "router", *EXPERT_STACKS, "shared_gate_up", "shared_down", "shared_gate", "head"}
 
 
 def native_refusal(model: ModelDescription) -> str | None:

@@ -22,13 +22,11 @@ from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
-from octavo.loading.renamed import under_rules
-from octavo.loading.reordered import reordered
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.shape import dummy_shape
 from octavo.loading.sharded import of_rank, of_stage
-from octavo.loading.stacked import unstacked
+from octavo.loading.views import reordered, under_rules, unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder

@@ -21,22 +21,19 @@ from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
-from octavo.kernels.triton.fp8.precompile import fp8_calls
-from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear, norm_router
+from octavo.kernels.triton.fp8 import fp8_calls
+from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
-from octavo.kernels.triton.moe.precompile import mixture_calls
-from octavo.kernels.triton.packed.precompile import packed_calls
+from octavo.kernels.triton.moe.products import mixture_calls
+from octavo.kernels.triton.packed.products import packed_calls
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import gate_and_mul, gelu
-from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
-from octavo.kernels.triton.step.logits import scale_logits
-from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm
+from octavo.kernels.triton.step.cache import copy_blocks, write_kv
+from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, scale_logits
+from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, layer_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
-from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.step.logit_edits import HEAD
 from octavo.step.step_tensors import RowLayout, StepMemory
 from octavo.step.team_words import ENTRY, LINE, Teams, most_teams
@@ -103,7 +100,7 @@ class KernelCalls:
         ]  # fmt: skip
 
     def has_small_batches(self) -> bool:
-        """As `models/small_batch.py`."""
+        """As `SmallBatch` in `models/dense.py`."""
         plain = self.layer.norm.kind == "rms" and not self.layer.parallel and self.gate is not None
         return plain and few_rows(self.spec.head_dim) > 0 and self.spec.qk_norm != "whole" and not self.spec.alibi
 
@@ -177,7 +174,7 @@ class KernelCalls:
                 norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, times)
                 return
             assert self.gate is not None
-            gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)
+            norm_gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)
             linear(self.numbers(rows, inner), self.matrix(hidden, inner, rows), None)
 
         return call

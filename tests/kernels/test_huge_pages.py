@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kernels.cpu import huge_pages
-from octavo.kernels.cpu.huge_pages import LEAST, LINE, lines
+from octavo.kernels.cpu import packing
+from octavo.kernels.cpu.packing import LEAST, LINE, lines
 
 
 def mapping_at(place: int) -> dict[str, str]:
@@ -23,11 +23,11 @@ def mapping_at(place: int) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def own_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_chunk", huge_pages._Chunk())
+    monkeypatch.setattr(packing, "_chunk", packing._Chunk())
 
 
 def test_arrays_begin_on_lines_and_none_overlaps_another() -> None:
-    sizes = [1, LEAST - 1, LEAST, LEAST + 1, 3 * LEAST + 7, huge_pages._CHUNK + 1, LEAST]
+    sizes = [1, LEAST - 1, LEAST, LEAST + 1, 3 * LEAST + 7, packing._CHUNK + 1, LEAST]
     arrays = [lines(size) for size in sizes]
     for number, array in enumerate(arrays):
         assert array.ctypes.data % LINE == 0 and array.size == sizes[number]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.triton.attention.tiles import Tiles, prefill_tiles
-from octavo.kernels.triton.packed.rules import MEASURED, SMALL_TILE, Gemm, small
+from octavo.kernels.triton.packed.products import MEASURED, SMALL_TILE, Gemm, small
 from octavo.kernels.triton.target import has_copy_engine, has_divided_prefill, has_pdl, is_roomy
 
 AMPERE_AND_ADA, HOPPER, B200, GB10 = (80, 86, 87, 89), 90, 100, 121

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.loading.packed_modules import cut
-from octavo.loading.reordered import ReorderedCheckpoint
+from octavo.loading.views import ReorderedCheckpoint
 from octavo.models.row_order import ByHead, Interleaved, RowOrder
 from octavo.models.split import Part
 from octavo.quant.fp8 import Fp8Weight, Quantised

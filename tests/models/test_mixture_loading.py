@@ -21,7 +21,7 @@ from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.loading.shape import dummy_shape, model_shape
 from octavo.loading.sharded import of_rank
-from octavo.loading.stacked import unstacked
+from octavo.loading.views import unstacked
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, rank_config

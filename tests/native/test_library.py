@@ -16,7 +16,6 @@ from octavo.config import CpuIsa
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import levels
 from octavo.kernels.cpu import library as native
-from octavo.kernels.cpu.header import Header
 from octavo.kernels.cpu.levels import Sample, open_native, use_best_level
 from octavo.kernels.cpu.library import (
     F32,
@@ -24,6 +23,7 @@ from octavo.kernels.cpu.library import (
     PANEL,
     STRUCTS,
     Draws,
+    Header,
     Layer,
     Matrix,
     Mixture,

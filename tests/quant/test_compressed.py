@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, LoadError
-from octavo.quant.compressed import unpack_compressed
 from octavo.quant.quant_config import QuantConfig
+from octavo.quant.zero_point import unpack_compressed
 from tests.support.packers import published
 
 NAME = "model.layers.3.mlp.up_proj"

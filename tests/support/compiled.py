@@ -31,9 +31,8 @@ from octavo.kernels.gates import Gate
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
-from octavo.kernels.triton.fp8.products import by_tiles, fp8_linear, rule
-from octavo.kernels.triton.fp8.rules import exact_tiles
-from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, rule
+from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack
@@ -41,11 +40,9 @@ from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
-from octavo.kernels.triton.step.activation import gate_and_mul, silu_and_mul
-from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.logits import scale_logits
+from octavo.kernels.triton.step.cache import copy_blocks, write_kv
+from octavo.kernels.triton.step.elementwise import gate_and_mul, scale_logits, silu_and_mul
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
-from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.step.logit_edits import HEAD
 from octavo.worker.compile_process import NoGPU
 
@@ -105,7 +102,7 @@ def compile_few(rows: int) -> None:
     parts = decode_attention_parts(qkv, norms, turns, turns, *few, cache, cache, 0.1)
     merge_linear(*parts, torch.empty(SIZE, HEADS * DIM, **BF16)), merge_parts(*parts, torch.bfloat16)
     x, scales, weight = torch.empty(rows, SIZE, **BF16), torch.empty(SIZE, **BF16), torch.empty(1024, SIZE, **BF16)
-    linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
+    linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), norm_gate_up(x, x, scales, 1e-6, weight)
 
 
 def compile_heads(heads: int, kv_heads: int, dim: int, rotated: int, **options: Any) -> None:

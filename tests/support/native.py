@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.kernels.cpu import huge_pages
 from octavo.kernels.cpu import library as native
+from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.packing import Floats
 
 if "TEST_NATIVE_LIBRARY" in os.environ:
     native.PATH = Path(os.environ["TEST_NATIVE_LIBRARY"])
-    huge_pages.LEAST = sys.maxsize  # a sanitizer watches what was allocated alone
+    packing.LEAST = sys.maxsize  # a sanitizer watches what was allocated alone
 
 
 def the_library() -> NativeLibrary:

@@ -24,7 +24,7 @@ from octavo.comm.comm import NullComm
 from octavo.kernels import ops
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
 from octavo.kernels.kernel_shapes import Fp8Shape, PackedShape
-from octavo.kernels.triton.fp8 import products as fp8
+from octavo.kernels.triton import fp8
 from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig

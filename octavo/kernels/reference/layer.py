@@ -160,7 +160,7 @@ def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: T
     return multiply(hidden, weight), hidden
 
 
-def gate_up(
+def norm_gate_up(
     x: Tensor,
     residual: Tensor,
     norm_weight: Tensor | None,

@@ -10,9 +10,8 @@ from octavo.kernels.fp8_matrix import FP8_EXACT_ROWS, Fp8Matrix
 from octavo.kernels.kernel_shapes import Fp8Shape
 from octavo.kernels.reference import fp8 as plain
 from octavo.kernels.reference import layer
-from octavo.kernels.triton.fp8 import products as fp8
-from octavo.kernels.triton.fp8.precompile import fp8_calls
-from octavo.kernels.triton.fp8.rules import Tiles
+from octavo.kernels.triton import fp8
+from octavo.kernels.triton.fp8 import Tiles, fp8_calls
 from octavo.kernels.triton.gemv import products as gemv
 from octavo.kernels.triton.gemv.tiles import ProductTiles
 
@@ -72,10 +71,11 @@ def test_norms_in_front_and_gates_behind_one_row(dtype: torch.dtype, kind: str, 
     (n, k), gates = weight.shape, len(weight) // 2
     x, scales, bias = random(1, k, dtype, device), random(1, k, dtype, device)[0], random(1, n, dtype, device)[0]
     given: Any = x, x.flip(1).contiguous(), scales, 1e-5, weight
-    for got, exact in ((gemv.norm_linear(*given, bias), layer.norm_linear(*given, bias)), (gemv.gate_up(*given), layer.gate_up(*given))):
+    pairs = (gemv.norm_linear(*given, bias), layer.norm_linear(*given, bias)), (gemv.norm_gate_up(*given), layer.norm_gate_up(*given))
+    for got, exact in pairs:
         assert_near(got[0], exact[0])
         assert torch.equal(got[1], exact[1])
-    assert gemv.gate_up(*given)[0].shape == (1, gates)
+    assert gemv.norm_gate_up(*given)[0].shape == (1, gates)
 
 
 @pytest.mark.parametrize("span", [6144, 128])

@@ -39,7 +39,7 @@ def test_linear(dtype: torch.dtype, rows: int, device: str) -> None:
 def test_norm_in_front_and_gate_behind(dtype: torch.dtype, rows: int, device: str) -> None:
     x, residual, scales, weight = inputs(rows, 200, 42, dtype, device)
     given, bias = (x, residual, scales, 1e-5, weight), scales[:42].contiguous()
-    pairs = [(products.norm_linear(*given), plain.norm_linear(*given)), (products.gate_up(*given), plain.gate_up(*given))]
+    pairs = [(products.norm_linear(*given), plain.norm_linear(*given)), (products.norm_gate_up(*given), plain.norm_gate_up(*given))]
     pairs.append((products.norm_linear(*given, bias), plain.norm_linear(*given, bias)))
     for got, expected in pairs:
         assert_near(got[0], expected[0])
@@ -58,7 +58,7 @@ def test_norms_after_and_before_scales_and_gates(after: bool, before: bool, scal
         asked = {"after": wide.flip(0).contiguous() if after else None, "scale": scale}
         for got, expected in (
             (products.norm_linear(*given, **asked), plain.norm_linear(*given, **asked)),
-            (products.gate_up(*given, **asked, gate=gate), plain.gate_up(*given, **asked, gate=gate)),
+            (products.norm_gate_up(*given, **asked, gate=gate), plain.norm_gate_up(*given, **asked, gate=gate)),
         ):
             assert_near(got[0], expected[0])
             assert_near(got[1], expected[1])
@@ -83,8 +83,8 @@ def test_a_program_that_takes_turns_leaves_out_no_tile(rows: int, device: str) -
     for turns in (2, 3, 64):  # 12 tiles over several programs, evenly and not, and over one
         tiles = ProductTiles(columns=4, warps=4, turns=turns)
         assert_near(products.linear(x, weight, scales[:46].contiguous(), tiles), plain.linear(x, weight, scales[:46]))
-        got = products.gate_up(x, residual, scales, 1e-5, weight, tiles=tiles)
-        assert_near(got[0], plain.gate_up(x, residual, scales, 1e-5, weight)[0])
+        got = products.norm_gate_up(x, residual, scales, 1e-5, weight, tiles=tiles)
+        assert_near(got[0], plain.norm_gate_up(x, residual, scales, 1e-5, weight)[0])
 
 
 def test_more_rows_are_refused(device: str) -> None:

@@ -14,11 +14,11 @@ from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.triton.attention import fused_decode
 from octavo.kernels.triton.attention import paged_attention as attention
 from octavo.kernels.triton.attention.tiles import Tiles
-from octavo.kernels.triton.step import copy_blocks, write_kv
+from octavo.kernels.triton.step import cache as step_cache
 
 DIM = 16
 SMALL = Tiles(keys=16, warps=4, stages=2, queries=32)
-KERNELS = SimpleNamespace(write=write_kv, copy=copy_blocks, attend=attention, few=fused_decode, options={"tiles": SMALL})
+KERNELS = SimpleNamespace(write=step_cache, copy=step_cache, attend=attention, few=fused_decode, options={"tiles": SMALL})
 TWINS = SimpleNamespace(write=plain_attention, copy=plain_attention, attend=plain_attention, few=plain_attention, options={})
 
 CASES = st.fixed_dictionaries(

@@ -9,10 +9,9 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.gates import Gate
 from octavo.kernels.reference import mixture as plain
-from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
+from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.moe import products as moe
-from octavo.kernels.triton.moe.route import choose_experts
-from octavo.kernels.triton.moe.sort import sort_by_expert
+from octavo.kernels.triton.moe.route import choose_experts, sort_by_expert
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of the largest result
 HIDDEN, INNER, COUNT, CHOSEN = 72, 40, 5, 3

@@ -11,12 +11,9 @@ from octavo.kernels import ops
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
-from octavo.kernels.triton.step.activation import gate_and_mul, gelu, gelu_and_mul, silu_and_mul
-from octavo.kernels.triton.step.copy_blocks import copy_blocks
-from octavo.kernels.triton.step.layer_norm import add_layer_norm, layer_norm
-from octavo.kernels.triton.step.logits import scale_logits
-from octavo.kernels.triton.step.norm import add_rms_norm, norm_add, norm_add_norm, rms_norm
-from octavo.kernels.triton.step.write_kv import write_kv
+from octavo.kernels.triton.step.cache import copy_blocks, write_kv
+from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, gelu_and_mul, scale_logits, silu_and_mul
+from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, layer_norm, norm_add, norm_add_norm, rms_norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one rounding of the dtype, of numbers near 1
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import layer as plain
-from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE
+from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.packed import products as packed
-from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
-from octavo.kernels.triton.packed.rules import GEMM_ROWS, Gemm, Gemv, SmallGemm
+from octavo.kernels.triton.packed.products import GEMM_ROWS, Gemm, Gemv, PackedShape, SmallGemm, packed_calls
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from octavo.kernels.kernel_shapes import PackedShape
-from octavo.kernels.triton.packed.precompile import packed_calls
+from octavo.kernels.triton.packed.products import packed_calls
 from octavo.models.registry import describe, read_config
 from octavo.worker.kernel_calls import KernelCalls
 from octavo.worker.kernel_shapes import kernel_shapes

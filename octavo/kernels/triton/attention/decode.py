@@ -10,8 +10,8 @@ a multiprocessor with less memory bandwidth than another runs fewer of them, and
 A row that is longer than a work item produces parts. Of FAN neighbours the last to finish merges all, in their order, and then is one
 of the next FAN: after a few rounds the last program has the row. So the timing of programs does not change any bit.
 
-The keys of shared-prefix groups were read before (`teams.py`): a row in such groups starts after these keys, and its result is merged
-with those of its groups.
+The keys of shared-prefix groups were read before (`read_in_teams`): a row in such groups starts after these keys, and its result is
+merged with those of its groups.
 """
 
 import triton

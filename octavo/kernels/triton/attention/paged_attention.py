@@ -12,24 +12,30 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.cache_layout import tokens_together
-from octavo.kernels.triton.attention.common import LOG2_E
-from octavo.kernels.triton.attention.decode import decode
+from octavo.kernels.triton.attention.common import LOG2_E, begin, load_lines
+from octavo.kernels.triton.attention.decode import LEVELS, decode, put, read_keys
 from octavo.kernels.triton.attention.decode_shares import decode_shares
 from octavo.kernels.triton.attention.prefill import prefill
 from octavo.kernels.triton.attention.prefill_hopper import prefill_divided
-from octavo.kernels.triton.attention.teams import read_in_teams
 from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles, team_tiles
-from octavo.kernels.triton.pdl import use_pdl
+from octavo.kernels.triton.pdl import begin as begin_pdl
+from octavo.kernels.triton.pdl import use_pdl, wait
 from octavo.kernels.triton.target import capability, has_copy_engine
+from octavo.step import team_words
 from octavo.step.share_words import DecodeShares, most_parts, most_shares
 from octavo.step.team_words import MOST_LEVELS, MOST_ROWS, Teams, most_teams
 
 Pair = tuple[Tensor, Tensor]
 Given = tuple[Any, ...]  # arguments that both kernels start with
+
+AT_BEGIN, AT_END, AT_LEVEL, AT_COUNT, AT_ROWS, WORDS = map(
+    tl.constexpr, (team_words.BEGIN, team_words.END, team_words.LEVEL, team_words.COUNT, team_words.ROWS, team_words.LINE)
+)
 
 
 def paged_attention(
@@ -104,6 +110,9 @@ def team_sizes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, dev
     return min(tiles.queries // (heads // kv_heads), MOST_ROWS), -(-tiles.programs * multiprocessors(device) // kv_heads)
 
 
+# -- prefill
+
+
 def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
     q, context_len = tensors[0], tensors[5]
     heads, kv_heads = shared["HEADS"], shared["KV_HEADS"]
@@ -118,8 +127,85 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
     )  # fmt: skip
 
 
+def _describable(q: Tensor) -> bool:
+    """Whether tensor descriptors can be used: they copy whole tiles of powers of two, on Hopper and later."""
+    return q.dtype.itemsize == 2 and q.shape[2] == triton.next_power_of_2(q.shape[2]) and has_copy_engine(capability())
+
+
+def _describe(new: Tensor, keys: int) -> TensorDescriptor:
+    """A descriptor for tiles of one head and this many tokens of [T, kv_heads, head_dim]."""
+    return TensorDescriptor(new, [len(new), new.shape[1] * new.shape[2]], [new.stride(0), 1], [keys, new.shape[2]])
+
+
+# -- the shared keys of cascade (shared-prefix) groups, before each row reads its other keys (`decode.py`); see `step/team_words.py`
+#
+# A program processes pairs of a group and a KV head: the queries of all rows of the group use each tile of keys, which is loaded
+# once. The results of a row are stored as its levels, which the decode kernel merges. The number of programs does not depend on the
+# work, since most steps that launch this kernel have no groups.
+
+
+@triton.jit(do_not_specialize=["table_width", "region_size"])
+def read_in_teams(
+    q,
+    k_cache,
+    v_cache,
+    tables,
+    query_start,
+    context_len,
+    slopes,
+    teams,
+    levels,
+    levels_lse,
+    scale,
+    unit,
+    cap,
+    table_width,
+    region_size,
+    Q_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    TEAM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """levels [R, LEVELS, HEADS, DIM] and levels_lse [R, LEVELS, HEADS], float32. TEAM_TILE: at least GROUP times the rows of a group"""
+    begin_pdl(PDL)
+    wait(PDL)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    for item in range(tl.program_id(0), tl.load(teams) * KV_HEADS, tl.num_programs(0)):
+        kv_head, at = item % KV_HEADS, teams + (1 + item // KV_HEADS) * WORDS
+        low, high, level = tl.load(at + AT_BEGIN), tl.load(at + AT_END), tl.load(at + AT_LEVEL)
+        line = tl.arange(0, TEAM_TILE)
+        present = line < tl.load(at + AT_COUNT) * GROUP
+        entry = tl.load(at + AT_ROWS + line // GROUP, mask=present, other=0)
+        token = tl.load(query_start + entry, mask=present, other=0)
+        head = kv_head * GROUP + line % GROUP
+        queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
+        table = tables + tl.load(at + AT_ROWS).to(tl.int64) * table_width  # of the first row: the others have the same keys there
+        slope, end = 0.0, high
+        if SLOPED:  # the distance of a key depends on the row
+            slope = tl.load(slopes + head, mask=present, other=0.0)
+            end = tl.load(context_len + entry, mask=present, other=0).to(tl.int32)[:, None]
+        largest, total, mixed = begin(q, head, present, unit, TEAM_TILE, DIM_TILE, False)
+        result, log_sum = read_keys(
+            queries, k_cache, v_cache, table, kv_head, low, high, end, slope, largest, total, mixed, scale, unit, cap, region_size,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, CAPPED, SLOPED, TILE, STAGES,
+        )  # fmt: skip
+        place = (entry.to(tl.int64) * LEVELS + level) * HEADS + head
+        put(levels, place, present, result, DIM, DIM_TILE)
+        tl.store(levels_lse + place, log_sum, mask=present)
+
+
 def _teams(tensors: Given, numbers: Given, shared: dict[str, Any], teams: Teams, tiles: Tiles) -> Pair:
-    """Returns the levels of rows in shared-prefix groups (`teams.py`)."""
+    """Returns the levels of rows in shared-prefix groups."""
     q, k_cache, v_cache, tables, query_start, context_len, *_, slopes = tensors
     assert len(teams.lines) > most_teams(len(context_len))
     levels = torch.empty(len(context_len), MOST_LEVELS, *q.shape[1:], dtype=torch.float32, device=q.device)
@@ -132,6 +218,9 @@ def _teams(tensors: Given, numbers: Given, shared: dict[str, Any], teams: Teams,
         STAGES=tiles.stages, PDL=pdl, num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
     return levels, sums
+
+
+# -- decode
 
 
 def _decode(
@@ -152,16 +241,6 @@ def _decode(
         WITH_LEVELS=levels[0] is not None, GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages,
         PDL=pdl, num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def _describable(q: Tensor) -> bool:
-    """Whether tensor descriptors can be used: they copy whole tiles of powers of two, on Hopper and later."""
-    return q.dtype.itemsize == 2 and q.shape[2] == triton.next_power_of_2(q.shape[2]) and has_copy_engine(capability())
-
-
-def _describe(new: Tensor, keys: int) -> TensorDescriptor:
-    """A descriptor for tiles of one head and this many tokens of [T, kv_heads, head_dim]."""
-    return TensorDescriptor(new, [len(new), new.shape[1] * new.shape[2]], [new.stride(0), 1], [keys, new.shape[2]])
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, out: Tensor, paged: bool, scale: float) -> None:

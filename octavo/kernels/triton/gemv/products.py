@@ -1,8 +1,8 @@
 """Products of small batches with large weights, limited by reading the weights once; the preceding operations are fused.
 
-    linear         x W^T                                  head         rms_norm(x + residual) W^T, and the normed rows
-    norm_linear    rms_norm(x + residual) W^T             merge_linear the merged splits of decode attention, W^T
-    gate_up        silu(gate) * up of that, or other gates    norm_router  as norm_linear, and the normed rows
+    linear         x W^T                                      head          rms_norm(x + residual) W^T, and the normed rows
+    norm_linear    rms_norm(x + residual) W^T                 norm_router   as norm_linear, and the normed rows
+    norm_gate_up   silu(gate) * up of that, or other gates    merge_linear  the merged splits of decode attention, W^T
 
 Each is one kernel (gemv, merge_gemv), for up to 4 rows. Weights are [out, in]; float32, float16, bfloat16, and (except for
 merge_linear) 8-bit floats with scales. Larger batches use tensor cores, through torch.
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import GATES, Gate
-from octavo.kernels.triton.gemv.gemv import gemv
-from octavo.kernels.triton.gemv.merge import merge_gemv, merge_heads
+from octavo.kernels.triton.gemv.gemv import gemv, merge_gemv, merge_heads
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, MAX_HELD, ProductTiles, fp8_row_tiles, merge_tiles, product_tiles
 from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, converts_fp8
@@ -89,7 +88,7 @@ def head(
     return logits, normed
 
 
-def gate_up(
+def norm_gate_up(
     x: Tensor,
     residual: Tensor,
     norm_weight: Tensor | None,

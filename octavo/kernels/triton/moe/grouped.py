@@ -1,4 +1,4 @@
-"""An MoE layer for larger batches: tiles of rows for one expert, times tiles of its matrix (`sort.py` sorts rows by expert).
+"""An MoE layer for larger batches: tiles of rows for one expert, times tiles of its matrix (`route.py` sorts rows by expert).
 
     W   [COLUMNS, STEP]   the left side of tl.dot, so that small tiles use the tensor cores fully, whose left side has at least 64 lines
     x   [ROWS, STEP]      the right side: rows of tokens by index, or rows that the previous product stored in sorted order
@@ -7,11 +7,67 @@ If GATED, W is gate over up: rows of x are loaded by token, and gated values are
 read in that order, and each result is stored in the line of its choice, for `sum_choices`.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from octavo.kernels.triton.pdl import begin, wait
-from octavo.kernels.triton.step.activation import gated
+from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.gates import GATES, Gate
+from octavo.kernels.triton.moe.route import Choices, Sorted, Stack
+from octavo.kernels.triton.packed.codes import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.gemm import gathered, side_by_side, spread
+from octavo.kernels.triton.packed.products import form_of, in_order, table_of
+from octavo.kernels.triton.pdl import begin, use_pdl, wait
+from octavo.kernels.triton.step.elementwise import gate_and_mul, gated
+from octavo.kernels.triton.target import capability, is_roomy
+
+SUM_TILE = 1024
+
+# -- how the work is divided
+#
+# With 256 tokens, 8 of 128 experts each, an expert has 16 rows: reading matrices is the bottleneck, so a tile should hold all of them.
+
+
+class Grouped(NamedTuple):
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+def grouped_tiles(choices: int, count: int, dtype: torch.dtype, gated: bool) -> Grouped:
+    """For floats. A tile has as many rows as fit and as an expert has on average, with some spare."""
+    rows = grouped_rows(choices, count)
+    if dtype == torch.float32:
+        return Grouped(min(rows, 32), 32, 32, 4, 2)
+    if not is_roomy(capability()):
+        return Grouped(min(rows, 64), 64, 32, 4, 3)
+    if rows <= 64:
+        return Grouped(rows, 64 if gated else 128, 64, 4, 4)
+    return Grouped(rows, 128, 64, 8, 3 if gated else 4)
+
+
+def packed_grouped_tiles(choices: int, count: int, dtype: torch.dtype) -> Grouped:
+    """For codes; a step is a block."""
+    rows = grouped_rows(choices, count)
+    if dtype == torch.float32:
+        return Grouped(min(rows, 32), 32, 0, 4, 2)
+    if not is_roomy(capability()):
+        return Grouped(min(rows, 64), 64, 0, 8, 2)
+    return Grouped(rows, 64, 0, 4, 3) if rows <= 64 else Grouped(rows, 128, 0, 8, 3)
+
+
+def grouped_rows(choices: int, count: int) -> int:
+    """The rows of a tile, a power of two: it depends on the shape of a step, not on its choices."""
+    rows: int = triton.next_power_of_2(-(-3 * choices // (2 * count)))
+    return min(max(rows, 16), 128)
+
+
+# -- floats
 
 
 @triton.jit
@@ -108,3 +164,136 @@ def sum_choices(
         part = tl.load(parts + choice.to(tl.int64) * HIDDEN + column, mask=wanted, other=0.0).to(tl.float32)
         total += part * tl.load(weights + choice)
     tl.store(out + token.to(tl.int64) * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
+
+
+# -- packed codes: they are converted as in `packed/gemm.py`
+#
+# The gate is a separate kernel here: gate and up are stored next to each other, in the order of the tiles.
+
+
+@triton.jit(do_not_specialize=["choices"])
+def multiply_tiles_of_codes(
+    x,
+    order,
+    experts,
+    count,
+    words,
+    scales,
+    table,
+    bias,
+    out,
+    factor,
+    choices,
+    CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TABLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PICKED: tl.constexpr,
+    BIASED: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """PICKED: x [T, SIZE] -> out [tiles * ROWS, WIDE], else x [tiles * ROWS, SIZE] -> out [choices, WIDE]"""
+    PER_WORD: tl.constexpr = WORD_BITS // BITS
+    SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
+    BLOCK: tl.constexpr = PER_WORD * SPAN
+    RUN: tl.constexpr = min(GROUP // SPAN, PER_WORD)
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    GROUPS: tl.constexpr = (BLOCKS * BLOCK + GROUP - 1) // GROUP
+
+    begin(PDL)
+    tile = tl.program_id(1)
+    kind = out.dtype.element_ty
+    wait(PDL)
+    if tile >= tl.load(count):
+        return
+    expert = tl.load(experts + tile).to(tl.int64)
+    choice, there, line = choices_of(order, tile, choices, CHOSEN, ROWS, PICKED)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < WIDE
+    loaded = tl.minimum(tl.program_id(0) * COLUMNS + spread(COLUMNS, WARPS), WIDE - 1)[:, :, None]
+    line_of_words = words + (expert * WIDE + loaded) * (BLOCKS * SPAN) + tl.arange(0, SPAN)[None, None, :]
+    line_of_scales = scales + (expert * WIDE + tl.minimum(column, WIDE - 1)) * GROUPS
+    within = tl.arange(0, BLOCK)[None, :]
+    line_of_x = x + line.to(tl.int64)[:, None] * SIZE + within
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+        codes = gathered(tl.load(line_of_words + block * SPAN), COLUMNS, WARPS, False)
+        spans = ()
+        for run in tl.static_range(PER_WORD // RUN):
+            scale, offset = scale_and_offset(tl.load(line_of_scales + (block * BLOCK + run * RUN * SPAN) // GROUP))
+            for index in tl.static_range(run * RUN, run * RUN + RUN):
+                made = weights(codes, table, scale * factor, offset * factor, index, BITS, TABLE, kind)
+                spans = spans + (made,)  # type: ignore[assignment]
+        if BLOCKS * BLOCK == SIZE:
+            rows = tl.load(line_of_x + block * BLOCK)
+        else:
+            rows = tl.load(line_of_x + block * BLOCK, mask=block * BLOCK + within < SIZE, other=0.0)
+        total = tl.dot(side_by_side(spans), tl.trans(rows), total, input_precision="ieee")
+    if BIASED:
+        total += tl.load(bias + expert * WIDE + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    target = (tile * ROWS + tl.arange(0, ROWS) if PICKED else choice).to(tl.int64)
+    tl.store(out + target[:, None] * WIDE + column[None, :], tl.trans(total.to(kind)), mask=there[:, None] & inside[None, :])
+
+
+# -- launches
+
+
+def many_gate_up(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:
+    """[tiles * rows, inner], in the order of the tiles"""
+    inner = len(stack) // choices.count // 2
+    height = lined_up.tiles * lined_up.rows
+    if isinstance(stack, Tensor):
+        out = torch.empty(height, inner, dtype=x.dtype, device=x.device)
+        _multiply(x, choices, lined_up, stack, bias, out, gate)
+        return out
+    both = torch.empty(height, 2 * inner, dtype=x.dtype, device=x.device)
+    _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, both, picked=True)
+    return gate_and_mul(both, gate)
+
+
+def many_down(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, hidden: int) -> Tensor:
+    """x [tiles * rows, inner] -> [T, hidden]"""
+    parts = torch.empty(choices.ids.numel(), hidden, dtype=x.dtype, device=x.device)
+    if isinstance(stack, Tensor):
+        _multiply(x, choices, lined_up, stack, bias, parts, None)
+    else:
+        _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, parts, picked=False)
+    out = torch.empty(len(choices.ids), hidden, dtype=x.dtype, device=x.device)
+    sum_choices[(len(out), triton.cdiv(hidden, SUM_TILE))](
+        parts, choices.ids, choices.weights, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden, TILE=SUM_TILE,
+        PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def _multiply(
+    x: Tensor, choices: Choices, lined_up: Sorted, stack: Tensor, bias: Tensor | None, out: Tensor, gate: Gate | None
+) -> None:
+    number, gated, wide = choices.ids.numel(), gate is not None, out.shape[1]
+    tiles = grouped_tiles(number, choices.count, x.dtype, gated)
+    multiply_tiles[(triton.cdiv(wide, tiles.columns), lined_up.tiles)](
+        x, lined_up.order, lined_up.experts, lined_up.count, stack, stack if bias is None else bias, out, number,
+        CHOSEN=choices.chosen, SIZE=stack.shape[1], WIDE=wide, ROWS=lined_up.rows, COLUMNS=tiles.columns, STEP=tiles.step,
+        STAGES=tiles.stages, GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, PDL=use_pdl(),
+        num_warps=tiles.warps, launch_pdl=use_pdl(),
+    )  # fmt: skip
+
+
+def _multiply_codes(
+    x: Tensor, choices: Choices, lined_up: Sorted, stack: DeviceCodes, bias: Tensor | None, out: Tensor, picked: bool
+) -> None:
+    number, wide = choices.ids.numel(), out.shape[1]
+    tiles = packed_grouped_tiles(number, choices.count, x.dtype)
+    multiply_tiles_of_codes[(triton.cdiv(wide, tiles.columns), lined_up.tiles)](
+        x, lined_up.order, lined_up.experts, lined_up.count, stack.words, stack.scales, table_of(stack), x if bias is None else bias, out,
+        stack.factor, number, CHOSEN=choices.chosen, SIZE=stack.size, WIDE=wide, **form_of(stack),
+        ROWS=lined_up.rows,
+        COLUMNS=tiles.columns, STAGES=tiles.stages, PICKED=picked, BIASED=bias is not None, WARPS=tiles.warps, PDL=use_pdl(),
+        num_warps=tiles.warps, launch_pdl=use_pdl(),
+    )  # fmt: skip

@@ -1,43 +1,28 @@
 """`mixture`: the weighted sum of each token's experts, by the number of tokens and the format of the stacks.
 
-    few    gate_up of each choice -> down of all choices of a token
-    more   choices sorted by expert -> gate_up of tiles -> down of tiles -> their sum
+    few    gate_up of each choice -> down of all choices of a token: each token reads its own experts' matrices
+    more   choices sorted by expert -> gate_up of tiles -> down of tiles -> their sum: a matrix is read once per tile of rows,
+           which should be as tall as the expert has rows
 
 A stack contains the matrices of all experts, one below the other (drawn in `kernels/reference/mixture.py`), as floats or packed codes.
+How the work is divided depends on shape and GPU only, and is never tuned at run time.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
-from octavo.kernels.device_codes import DeviceCodes
-from octavo.kernels.gates import GATES, Gate
-from octavo.kernels.triton.moe.few import down_row, gate_up_row
-from octavo.kernels.triton.moe.grouped import multiply_tiles, sum_choices
-from octavo.kernels.triton.moe.packed_few import down_codes, gate_up_codes
-from octavo.kernels.triton.moe.packed_grouped import multiply_tiles_of_codes
-from octavo.kernels.triton.moe.rules import few_tokens, grouped_rows, grouped_tiles, packed_grouped_tiles, packed_row_tiles, row_tiles
-from octavo.kernels.triton.moe.sort import Sorted, sort_by_expert
-from octavo.kernels.triton.packed.products import form_of, in_order, table_of
-from octavo.kernels.triton.pdl import use_pdl
-from octavo.kernels.triton.step.activation import gate_and_mul
+from octavo.kernels.device_codes import DeviceCodes, zero_codes
+from octavo.kernels.gates import Gate
+from octavo.kernels.kernel_shapes import ExpertShape
+from octavo.kernels.triton.moe.grouped import grouped_rows, grouped_tiles, many_down, many_gate_up, packed_grouped_tiles
+from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, sort_by_expert
+from octavo.kernels.triton.moe.small_batch import few_down, few_gate_up, row_tiles
 
-Stack = Tensor | DeviceCodes
-SUM_TILE = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    ids: Tensor  # [T, chosen]
-    weights: Tensor  # [T, chosen] float32
-    count: int  # experts in the stack
-    first: int  # the number of the first of them
-
-    @property
-    def chosen(self) -> int:
-        return self.ids.shape[1]
+FEW_TOKENS = 4
+MOST_TOKENS = 1 << 14  # that are precompiled
 
 
 def mixture(
@@ -82,108 +67,41 @@ def tile_rows(choices: Choices, dtype: torch.dtype, gate_up: Stack, down: Stack)
     return min(floats + codes, default=grouped_rows(*given[:2]))
 
 
-# -- small batches
+def few_tokens(tokens: int) -> bool:
+    return tokens <= FEW_TOKENS
 
 
-def few_gate_up(x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:
-    """[choices, inner]"""
-    inner, size, pdl = len(stack) // choices.count // 2, x.shape[1], use_pdl()
-    out = torch.empty(choices.ids.numel(), inner, dtype=x.dtype, device=x.device)
-    shared = {"COUNT": choices.count, "CHOSEN": choices.chosen, "SIZE": size, "INNER": inner, "GATE": GATES.index(gate), "PDL": pdl}
-    if isinstance(stack, Tensor):
-        tiles = row_tiles(size, 2)
-        assert tiles is not None, f"rows of {size}"
-        gate_up_row[(triton.cdiv(inner, tiles.columns), len(out))](
-            x, choices.ids, stack, stack if bias is None else bias, out, choices.first, **shared, PADDED=triton.next_power_of_2(size),
-            COLUMNS=tiles.columns, BIASED=bias is not None, num_warps=tiles.warps, launch_pdl=pdl,
-        )  # fmt: skip
-        return out
-    how = packed_row_tiles(stack, 1)
-    gate_up_codes[(triton.cdiv(inner, how.columns // 2), len(out))](
-        x, choices.ids, stack.scales if stack.order is None else stack.order, stack.words.view(torch.uint32), stack.scales,
-        table_of(stack), x if bias is None else bias, out, stack.factor, choices.first, **shared, **form_of(stack),
-        COLUMNS=how.columns, STEPS=how.steps, AHEAD=how.ahead, ORDERED=stack.order is not None, BIASED=bias is not None,
-        WARPS=how.warps, num_warps=how.warps, launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+# -- precompilation
 
 
-def few_down(x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, hidden: int) -> Tensor:
-    """x [choices, inner] -> [T, hidden]"""
-    tokens, size, pdl = len(choices.ids), x.shape[1], use_pdl()
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    shared = {"COUNT": choices.count, "CHOSEN": choices.chosen, "SIZE": size, "HIDDEN": hidden, "PDL": pdl}
-    if isinstance(stack, Tensor):
-        tiles = row_tiles(size, choices.chosen)
-        assert tiles is not None, f"{choices.chosen} rows of {size}"
-        down_row[(triton.cdiv(hidden, tiles.columns), tokens)](
-            x, choices.ids, choices.weights, stack, stack if bias is None else bias, out, choices.first, **shared,
-            PADDED=triton.next_power_of_2(size), COLUMNS=tiles.columns, BIASED=bias is not None, num_warps=tiles.warps, launch_pdl=pdl,
-        )  # fmt: skip
-        return out
-    how = packed_row_tiles(stack, choices.chosen)
-    down_codes[(triton.cdiv(hidden, how.columns), tokens)](
-        x, choices.ids, choices.weights, stack.scales if stack.order is None else stack.order, stack.words.view(torch.uint32),
-        stack.scales, table_of(stack), x if bias is None else bias, out, stack.factor, choices.first, **shared, **form_of(stack),
-        COLUMNS=how.columns, STEPS=how.steps, AHEAD=how.ahead, ORDERED=stack.order is not None, BIASED=bias is not None,
-        WARPS=how.warps, num_warps=how.warps, launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+def mixture_calls(
+    experts: ExpertShape, hidden: int, inner: int, gate: Gate, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], object]]:
+    """Returns calls of the routing, and of each way to divide the products that some number of tokens selects."""
+    found: dict[int, int] = {}  # way of dividing -> number of tokens
+    for tokens in (1, *(1 << power for power in range(MOST_TOKENS.bit_length()))):
+        way = 0 if few_tokens(tokens) else grouped_rows(tokens * experts.chosen, experts.count)
+        found.setdefault(way, tokens)
+    return [_call(experts, hidden, inner, gate, tokens, dtype, device) for tokens in found.values()]
 
 
-# -- larger batches
+def _call(
+    experts: ExpertShape, hidden: int, inner: int, gate: Gate, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
+    def call() -> None:
+        x, logits = (torch.empty(tokens, size, dtype=dtype, device=device) for size in (hidden, experts.count))
+        ids, weights = choose_experts(logits, experts.chosen, experts.scores, experts.normed)
+        tall, wide = experts.count * 2 * inner, experts.count * hidden
+        stacks = stack(experts, tall, hidden, dtype, device), stack(experts, wide, inner, dtype, device)
+        biases = tuple(torch.empty(rows, dtype=dtype, device=device) for rows in (tall, wide)) if experts.bias else None
+        mixture(x, ids, weights, *stacks, biases, gate)  # type: ignore[arg-type]
+
+    return call
 
 
-def many_gate_up(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:
-    """[tiles * rows, inner], in the order of the tiles"""
-    inner = len(stack) // choices.count // 2
-    height = lined_up.tiles * lined_up.rows
-    if isinstance(stack, Tensor):
-        out = torch.empty(height, inner, dtype=x.dtype, device=x.device)
-        _multiply(x, choices, lined_up, stack, bias, out, gate)
-        return out
-    both = torch.empty(height, 2 * inner, dtype=x.dtype, device=x.device)
-    _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, both, picked=True)
-    return gate_and_mul(both, gate)
-
-
-def many_down(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, hidden: int) -> Tensor:
-    """x [tiles * rows, inner] -> [T, hidden]"""
-    parts = torch.empty(choices.ids.numel(), hidden, dtype=x.dtype, device=x.device)
-    if isinstance(stack, Tensor):
-        _multiply(x, choices, lined_up, stack, bias, parts, None)
-    else:
-        _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, parts, picked=False)
-    out = torch.empty(len(choices.ids), hidden, dtype=x.dtype, device=x.device)
-    sum_choices[(len(out), triton.cdiv(hidden, SUM_TILE))](
-        parts, choices.ids, choices.weights, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden, TILE=SUM_TILE,
-        PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
-    )  # fmt: skip
-    return out
-
-
-def _multiply(
-    x: Tensor, choices: Choices, lined_up: Sorted, stack: Tensor, bias: Tensor | None, out: Tensor, gate: Gate | None
-) -> None:
-    number, gated, wide = choices.ids.numel(), gate is not None, out.shape[1]
-    tiles = grouped_tiles(number, choices.count, x.dtype, gated)
-    multiply_tiles[(triton.cdiv(wide, tiles.columns), lined_up.tiles)](
-        x, lined_up.order, lined_up.experts, lined_up.count, stack, stack if bias is None else bias, out, number,
-        CHOSEN=choices.chosen, SIZE=stack.shape[1], WIDE=wide, ROWS=lined_up.rows, COLUMNS=tiles.columns, STEP=tiles.step,
-        STAGES=tiles.stages, GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, PDL=use_pdl(),
-        num_warps=tiles.warps, launch_pdl=use_pdl(),
-    )  # fmt: skip
-
-
-def _multiply_codes(
-    x: Tensor, choices: Choices, lined_up: Sorted, stack: DeviceCodes, bias: Tensor | None, out: Tensor, picked: bool
-) -> None:
-    number, wide = choices.ids.numel(), out.shape[1]
-    tiles = packed_grouped_tiles(number, choices.count, x.dtype)
-    multiply_tiles_of_codes[(triton.cdiv(wide, tiles.columns), lined_up.tiles)](
-        x, lined_up.order, lined_up.experts, lined_up.count, stack.words, stack.scales, table_of(stack), x if bias is None else bias, out,
-        stack.factor, number, CHOSEN=choices.chosen, SIZE=stack.size, WIDE=wide, **form_of(stack),
-        ROWS=lined_up.rows,
-        COLUMNS=tiles.columns, STAGES=tiles.stages, PICKED=picked, BIASED=bias is not None, WARPS=tiles.warps, PDL=use_pdl(),
-        num_warps=tiles.warps, launch_pdl=use_pdl(),
-    )  # fmt: skip
+def stack(experts: ExpertShape, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor | DeviceCodes:
+    """Returns untouched memory: the stack of a large model has gigabytes."""
+    if not experts.bits:
+        return torch.empty(rows, size, dtype=dtype, device=device)
+    table = torch.zeros(16, dtype=torch.uint8, device=device) if experts.table else None
+    return replace(zero_codes(rows, size, experts.bits, experts.group, device), table=table, floats=experts.floats)

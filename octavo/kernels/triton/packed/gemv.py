@@ -15,8 +15,8 @@ loaded in the order of the codes. WHOLE: steps and turns divide the matrix. GATE
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed.common import FLOATS, MAX_SPAN, PAIRWISE, WORD_BITS, floats_of, looked_up, scale_and_offset
-from octavo.kernels.triton.packed.small_gemm import column_of, stored
+from octavo.kernels.triton.packed.codes import FLOATS, MAX_SPAN, PAIRWISE, WORD_BITS, floats_of, looked_up, scale_and_offset
+from octavo.kernels.triton.packed.gemm import column_of, store_result
 from octavo.kernels.triton.pdl import begin, wait
 
 TWO_TO_63, TWO_TO_64 = tl.constexpr(2.0**63), tl.constexpr(2.0**64)
@@ -261,7 +261,7 @@ def packed_gemv(
         else:
             total += products(asked[one][0], asked[one][1], spans, table, BITS, RUN, TABLE, kind)
         if one % STEPS == STEPS - 1:
-            stored(tl.sum(total, 0)[:, None], bias, out, first + one // STEPS, factor, 1, wide, COLUMNS, 1, BIAS, GATED, GATE)
+            store_result(tl.sum(total, 0)[:, None], bias, out, first + one // STEPS, factor, 1, wide, COLUMNS, 1, BIAS, GATED, GATE)
             total = tl.zeros([32 * WARPS, COLUMNS], tl.float32)
         else:
             spans = in_spans(now, BITS, SPAN)

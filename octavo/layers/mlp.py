@@ -1,4 +1,7 @@
-"""A mixture of experts (MoE): a router sends each token through a few of many MLPs.
+"""The part of a layer in which each token is computed alone: an MLP, or a mixture of experts (MoE).
+
+    MLP        gate and up in one product, or up alone; down
+    Mixture    a router sends each token through a few of many MLPs
 
     router            logits of all experts
     experts.gate_up   gate and up of every expert, one below the other: a merged matrix like any other, which may be quantised
@@ -15,9 +18,38 @@ import torch
 from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
-from octavo.kernels.ops import choose_experts, mixture
-from octavo.layers.linear import Linear, MergedLinear
+from octavo.kernels.gates import Activation
+from octavo.kernels.ops import choose_experts, gate_and_mul, gelu, mixture
+from octavo.layers.linear import Linear, MergedLinear, RowParallelLinear
 from octavo.quant.schemes import Packed, QuantScheme
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), or with GELU instead of silu. Gate and up are one product. Without a gate: down(gelu(up(x)))."""
+
+    def __init__(
+        self, hidden_size: int, size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm,
+        activation: Activation = "swiglu",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert activation != "clamped", f"no MLP of kind {activation}"
+        self.gate = None if activation == "gelu" else activation
+        parts = {"up": size} if activation == "gelu" else {"gate": size, "up": size}
+        self.gate_up = MergedLinear(hidden_size, parts, bias, scheme, dtype)
+        self.down = RowParallelLinear(size, hidden_size, bias, scheme, dtype, comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self._activated(x))
+        return out
+
+    def of_rank(self, x: Tensor) -> Tensor:
+        """Like `RowParallelLinear.of_rank`."""
+        return self.down.of_rank(self._activated(x))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.gate == "swiglu":
+            return self.gate_up.scheme.gated(self.gate_up, x)
+        return gelu(self.gate_up(x)) if self.gate is None else gate_and_mul(self.gate_up(x), self.gate)
 
 
 @dataclass(frozen=True, slots=True)

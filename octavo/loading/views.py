@@ -1,13 +1,13 @@
-"""Expert weights that a folder stores in one tensor for all experts: presents them as one weight per expert.
+"""Presents the weights of files as a model wants them: under its names, one for each expert, with rows in its order.
 
-    NAME          [experts, columns, rows]                 floats
-    NAME_blocks   [experts, rows, columns / 32, 16] uint8  MXFP4: two 4-bit codes per byte, the first in the lower half
-    NAME_scales   [experts, rows, columns / 32] uint8      and the exponents of their scales, with a bias of 127
-    NAME_bias     [experts, rows]
+    under_rules   weights under the names of the family's rules; those without such a name are hidden
+    unstacked     one weight per expert, where a folder has one tensor for all experts
+    reordered     projections with their rows in the order of the model
 
-Rows of several parts alternate: gate 0, up 0, gate 1, up 1, ... `Stack` (`models/family.py`) lists such tensors of a family.
+All of them leave data where it is until a weight is read.
 """
 
+import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,21 +15,91 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, LoadError
-from octavo.loading.checkpoint import WHOLE, FileCheckpoint
+from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
+from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
 from octavo.loading.packed_modules import cut
 from octavo.model_config import ModelConfig
-from octavo.models.family import MAX_EXPERTS, of_expert
+from octavo.models.family import MAX_EXPERTS, Rules, of_expert
 from octavo.models.registry import family_of
+from octavo.models.row_order import RowOrder, in_file
 from octavo.models.split import Part
 from octavo.quant.fp8 import Quantised
 from octavo.quant.packed import PackedWeight, pack
 from octavo.quant.quant_config import MXFP4_GROUP, STACKED_CODES
 
 BIAS, (BLOCKS, SCALES) = "_bias", STACKED_CODES
-NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of codes 0 to 7; from 8 on the same, negative
-MIDDLE = 16  # a power of two, by which the table is shifted
-TABLE = torch.tensor([MIDDLE + sign * number for sign in (1, -1) for number in NUMBERS], dtype=torch.uint8)
-ONE_HALF = 128  # the exponent for a factor of one on doubled numbers
+ONE_HALF = 128  # the exponent for a factor of one on the doubled numbers of FP4_TABLE
+
+# -- names: a model for text and images has its text part under a prefix, and shows it like a text-only model
+
+
+def under_rules(stored: FileCheckpoint, rules: Rules) -> FileCheckpoint:
+    if not rules.renames:
+        return stored
+    found: dict[str, str] = {}
+    for name in stored.names():
+        shown = rules.of_checkpoint(name)
+        if shown in found:
+            raise LoadError(f"{stored.source}: {name[:200]} and {found[shown][:200]} are the same weight")
+        if shown is not None:
+            found[shown] = name
+    return RenamedCheckpoint(stored, found)
+
+
+class RenamedWeights:
+    def __init__(self, stored: Checkpoint, stored_name: Mapping[str, str]) -> None:
+        """`stored_name`: stored name by visible name"""
+        self.source = stored.source
+        self._whole = stored
+        self._stored_name = stored_name
+
+    def names(self) -> list[str]:
+        return list(self._stored_name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._whole.shape(self._stored_name[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._whole.read(self._stored_name[name])
+
+    def packed(self, name: str) -> Quantised | None:
+        return self._whole.packed(self._stored_name[name])
+
+    def fingerprint(self) -> bytes:
+        return self._whole.fingerprint()
+
+
+class RenamedCheckpoint(RenamedWeights):
+    """The same for files: parts of weights can be read, too."""
+
+    def __init__(self, stored: FileCheckpoint, stored_name: Mapping[str, str], mark: bytes = b"") -> None:
+        """`mark`: changes the digest if these are not all weights"""
+        super().__init__(stored, stored_name)
+        self._stored = stored
+        self._mark = mark
+
+    def check_part(self, name: str, part: Part) -> None:
+        self._stored.check_part(self._stored_name[name], part)
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        return self._stored.read_part(self._stored_name[name], part)
+
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
+        return self._stored.packed_part(self._stored_name[name], part)
+
+    def fingerprint(self) -> bytes:
+        whole = super().fingerprint()
+        return hashlib.blake2b(whole + self._mark, digest_size=32).digest() if self._mark else whole
+
+
+# -- experts that a folder stores in one tensor for all of them
+#
+#     NAME          [experts, columns, rows]                 floats
+#     NAME_blocks   [experts, rows, columns / 32, 16] uint8  MXFP4: two 4-bit codes per byte, the first in the lower half
+#     NAME_scales   [experts, rows, columns / 32] uint8      and the exponents of their scales, with a bias of 127
+#     NAME_bias     [experts, rows]
+#
+# Rows of several parts alternate: gate 0, up 0, gate 1, up 1, ... `Stack` (`models/family.py`) lists such tensors of a family.
 
 
 def unstacked(stored: FileCheckpoint, config: ModelConfig) -> FileCheckpoint:
@@ -161,4 +231,64 @@ def mxfp4_weight(blocks: Tensor, scales: Tensor, name: str) -> PackedWeight:
     """Returns the matrix of codes. blocks: [rows, groups, 16] uint8; scales: [rows, groups] uint8; `name`: for messages"""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)  # [rows, columns]
     scale = torch.ldexp(torch.ones(scales.shape), scales.int() - ONE_HALF)
-    return pack(name, 4, codes, scale, scale * -MIDDLE, table=TABLE)
+    return pack(name, 4, codes, scale, scale * -FP4_MIDDLE, table=FP4_TABLE)
+
+
+# -- the order of rows in a folder (`models/row_order.py`). GGUF files have orders of their own (`loading/checkpoint.py`)
+
+
+def reordered(stored: FileCheckpoint, config: ModelConfig) -> FileCheckpoint:
+    """Returns the checkpoint itself if its family has no such projections. `config`: of the whole model"""
+    family = family_of(config)
+    if family.orders is None:
+        return stored
+    by_module = family.orders(config)
+    orders = {name: by_module[key] for name in stored.names() if (key := family.rules.pattern(name.rpartition(".")[0])) in by_module}
+    return ReorderedCheckpoint(stored, orders)
+
+
+class ReorderedCheckpoint:
+    def __init__(self, stored: FileCheckpoint, orders: Mapping[str, RowOrder]) -> None:
+        """`orders`: of weights and biases, by name"""
+        self.source = stored.source
+        self._stored = stored
+        self._orders = orders
+        for name, order in orders.items():
+            if not order.fits(rows := stored.shape(name)[0]):
+                raise LoadError(f"{self.source}: {name[:200]} has {rows} rows, which are not whole heads")
+
+    def names(self) -> list[str]:
+        return self._stored.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        return self.read_part(name, WHOLE)
+
+    def packed(self, name: str) -> Quantised | None:
+        return self.packed_part(name, WHOLE)
+
+    def check_part(self, name: str, part: Part) -> None:
+        self._stored.check_part(name, self._in_file(name, part)[0])
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        stored, places = self._in_file(name, part)
+        values = self._stored.read_part(name, stored)
+        return values if places is None else values[places]
+
+    def packed_part(self, name: str, part: Part) -> Quantised | None:
+        stored, places = self._in_file(name, part)
+        weight = self._stored.packed_part(name, stored)
+        return weight if weight is None or places is None else weight.rows(places)
+
+    def _in_file(self, name: str, part: Part) -> tuple[Part, Tensor | None]:
+        """Returns the part of the file that has these rows, and where each of them is in it; None: in the order of the file"""
+        order = self._orders.get(name)
+        if order is None:
+            return part, None
+        rows, places = in_file(order, self.shape(name)[0], part.rows)
+        return Part(rows, part.columns), torch.from_numpy(places)
+
+    def fingerprint(self) -> bytes:
+        return self._stored.fingerprint()

@@ -1,4 +1,7 @@
-"""The activation of an MLP, one tile of a row per program: silu(gate) * up, gelu(gate) * up, the clamped gate of gpt-oss, or gelu(up)."""
+"""Functions of single numbers, one tile per program: the activation of an MLP, and the scale and cap of logits.
+
+The activations: silu(gate) * up, gelu(gate) * up, the clamped gate of gpt-oss, or gelu(up) without a gate.
+"""
 
 import torch
 import triton
@@ -6,12 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gates import ALPHA, CLAMP, GATES, Gate
+from octavo.kernels.triton.attention.common import capped
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
-TILE = 1024
+TILE, LOGITS_TILE = 1024, 2048
 SWIGLU, GEGLU, CLAMPED = (tl.constexpr(GATES.index(gate)) for gate in ("swiglu", "geglu", "clamped"))
 LIMIT, SLOPE = tl.constexpr(CLAMP), tl.constexpr(ALPHA)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
+
+# -- activations
 
 
 @triton.jit
@@ -87,3 +93,28 @@ def gelu_and_mul(x: Tensor) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
     return gate_and_mul(x, "swiglu")
+
+
+# -- logits
+
+
+@triton.jit(do_not_specialize=["count"])
+def scale_tile(logits, scale, cap, count, CAPPED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    wait(PDL)
+    wide = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+    result = capped(wide, scale, cap, CAPPED) if CAPPED else wide * scale
+    tl.store(logits + at, result.to(logits.dtype.element_ty), mask=inside)
+
+
+def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Scales logits in place, and then caps them: cap * tanh(logits / cap)."""
+    assert logits.is_contiguous()
+    if logits.numel():
+        scale_tile[(triton.cdiv(logits.numel(), LOGITS_TILE),)](
+            logits, scale, cap or 0.0, logits.numel(), CAPPED=cap is not None, TILE=LOGITS_TILE, PDL=use_pdl(), num_warps=4,
+            launch_pdl=use_pdl(),
+        )  # fmt: skip
+    return logits

@@ -1,1 +1,0 @@
-"""Products with 8-bit float weights."""
