@@ -12,10 +12,10 @@ Where the model thinks, the thought comes first and is free.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.grammar.text import check_limits, joined_grammars
 from octavo.server.state import Server
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.call_reader import ToolCallDelta
-from octavo.text.grammar_text import check_limits, joined_grammars
 from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
 from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
 from octavo.text.tools import ToolChoice, text_parameters, tool_name

@@ -24,6 +24,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar
 from octavo.server.body import LARGE_BYTES, are_ids, beams_of, for_beams
 from octavo.server.fields import ChatBody, CompletionBody, GenerationBody, ResponseBody
+from octavo.server.records import current_arrival
 from octavo.server.state import Server
 from octavo.server.turns import Kind
 from octavo.server_config import ServerConfig
@@ -113,7 +114,7 @@ async def _held_to(server: Server, params: SamplingParams, structured: Structure
     if structured is None:
         return params
     params = replace(params, structured_outputs=structured)
-    await server.grammars.check(structured)
+    await server.grammars.check(structured, current_arrival().caller.name)
     return params
 
 

@@ -19,10 +19,9 @@ from hashlib import blake2b
 
 from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
+from octavo.grammar.text import need_library
 from octavo.log import logger
-from octavo.server.records import current_arrival
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
-from octavo.text.grammar_text import need_library
 from octavo.text.tokenizer import Tokenizer
 
 CPU_SECONDS = 2.0  # that one grammar may take
@@ -54,8 +53,8 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the question -> what is wrong with it
         self._trials: dict[tuple[str, bytes], asyncio.Task[str | None]] = {}  # client and digest -> a check that waits or runs
 
-    async def check(self, structured: StructuredOutputsParams) -> None:
-        """Raises RequestError for what cannot be compiled, within limits of time and memory."""
+    async def check(self, structured: StructuredOutputsParams, client: str = "") -> None:
+        """Raises RequestError for what cannot be compiled, within limits of time and memory. `client`: who sends the request."""
         need_library()
         question = json.dumps([structured.kind, getattr(structured, structured.kind)]).encode()
         digest = blake2b(question).digest()
@@ -63,7 +62,6 @@ class GrammarChecker:
             self._verdicts.move_to_end(digest)
             wrong = self._verdicts[digest]
         else:  # further requests of this client with the same grammar wait for the same trial
-            client = current_arrival().caller.name
             wrong = await asyncio.shield(self._trials.get((client, digest)) or self._begin(client, digest, question))
         if wrong is not None:
             raise RequestError(wrong, PARAM)
@@ -136,7 +134,7 @@ class GrammarChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        words = command("octavo.server.grammar_child", "main", os.getpid())
+        words = command("octavo.grammar.child", "main", os.getpid())
         first = await asyncio.to_thread(self._first_line)
         self._child = child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=nowhere)
         try:

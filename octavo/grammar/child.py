@@ -20,9 +20,9 @@ import numpy as np
 
 from octavo.child import die_with
 from octavo.errors import RequestError
+from octavo.grammar.guidance import Guide, Matcher
+from octavo.grammar.text import check_limits, grammar_text
 from octavo.structured_outputs import PARAM, structured_outputs
-from octavo.text.grammar_text import check_limits, grammar_text
-from octavo.text.guidance import Guide, Matcher
 
 MEMORY_BYTES = 1024 * 2**20  # of address space; about 500 MiB of it are in use at the start
 WALKS, STEPS = 2, 16
