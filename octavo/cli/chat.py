@@ -19,7 +19,7 @@ from octavo.loading.names import NAME
 from octavo.loading.ollama_names import meant_on_hub
 from octavo.own_file import state_dir
 from octavo.sampling_params import SamplingParams
-from octavo.text.pieces import Piece
+from octavo.text.tags import Piece
 
 COMMANDS = {
     "/help": "show this list",
