@@ -25,12 +25,12 @@ from octavo.engine.async_llm import AsyncLLM as Engines
 from octavo.engine.batch import spread_priority
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, RequestError
+from octavo.grammar.text import check_limits
 from octavo.inputs import Prompt
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.messages import AddRequest, LifeRecord
 from octavo.outputs import CompletionOutput, RequestOutput, TextDelta
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.text.grammar_text import check_limits
 from octavo.vllm_names import ATTRIBUTES, explained, refuse_arguments
 
 NO_LIMIT = 2**31 - 1

@@ -33,6 +33,7 @@ from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputProcessor, check_params
 from octavo.errors import EngineError, RequestError
+from octavo.grammar.text import check_limits
 from octavo.inputs import Conversation, Prompt, as_conversations, as_prompts
 from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, Beams, PinOrder, SchedulerStats
@@ -43,7 +44,6 @@ from octavo.policy.request import check_pin, no_such_prefix, prefix_in_use
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
-from octavo.text.grammar_text import check_limits
 from octavo.text.prompt import template_options
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools import check_tools
@@ -238,7 +238,7 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Returns all prefixes that are held, the oldest first."""
         with self._turn():
-            return [PinnedPrefix.of(state.pin_id, state) for state in self._core.scheduler.pins.told() if state.held]
+            return [PinnedPrefix.of(state.pin_id, state) for state in self._core.scheduler.pins.states() if state.held]
 
     def unpin_prefix(self, name: str) -> None:
         """Ends a pinned prefix. Requests that use it are not disturbed."""

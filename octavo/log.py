@@ -14,8 +14,8 @@ def setup(level: str, form: str = "text", engine: int | None = None) -> None:
     """Sends log lines of at least this level to stderr. A second call only changes the level. `engine`: which of several writes them"""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        told = "" if engine is None else f"engine {engine}: "
-        text = logging.Formatter(f"%(asctime)s %(levelname)s {told}%(message)s", "%H:%M:%S")
+        prefix = "" if engine is None else f"engine {engine}: "
+        text = logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s", "%H:%M:%S")
         handler.setFormatter(JsonLines(engine) if form == "json" else text)
         logger.addHandler(handler)
         logger.propagate = False

@@ -25,7 +25,7 @@ def open_own(setting: str, path: str, kind: str, head: bytes, mode: int, go_on: 
 
 
 @contextmanager
-def told_with_tmpdir() -> Iterator[None]:
+def naming_tmpdir() -> Iterator[None]:
     """Turns an OSError about a temporary file into an error that names TMPDIR."""
     try:
         yield

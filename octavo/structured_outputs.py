@@ -46,8 +46,8 @@ class StructuredOutputsParams:
         set_(self, "choice", () if self.choice is None else _choices(self.choice))
         given = [field.name for field in fields(self) if getattr(self, field.name)]
         if len(given) != 1:
-            said = " and ".join(given) if given else "nothing"
-            raise _bad(f"needs exactly one of {', '.join(NAMES)}, got {said}")
+            found = " and ".join(given) if given else "nothing"
+            raise _bad(f"needs exactly one of {', '.join(NAMES)}, got {found}")
 
     @property
     def kind(self) -> str:

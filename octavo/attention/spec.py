@@ -44,7 +44,7 @@ class AttentionSpec:
     @property
     def features(self) -> tuple[str, ...]:
         """The features that this attention needs beyond the plain kind; a backend or a program may lack them."""
-        asked = {
+        needed = {
             "window": self.window is not None,
             "soft_cap": self.soft_cap is not None,
             "sinks": self.sinks,
@@ -54,7 +54,7 @@ class AttentionSpec:
             "alibi": self.alibi,
             "context_parallel": self.context_ranks > 1,
         }
-        return tuple(name for name, wanted in asked.items() if wanted)
+        return tuple(name for name, wanted in needed.items() if wanted)
 
     @property
     def materialises_scores(self) -> bool:

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 from octavo.bench.figures import Figure, Lines, Result, number, words
 from octavo.report.charts import Curve, curves
-from octavo.report.document import Html, Section, pictured, said, table, tag
+from octavo.report.document import Html, Section, paragraph, pictured, table, tag
 
 WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # widths of the picture, its margin, the labels, the numbers
 ROW, HEAD, SMALL = 26, 44, 16  # heights of a row with a bar, the title of a panel, a line of small print
@@ -65,7 +65,7 @@ def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" aria-labelledby="title description">',
         f'<title id="title">{escape(title)}</title>',
-        f'<desc id="description">{escape(_said(panels))}</desc>',
+        f'<desc id="description">{escape(_description(panels))}</desc>',
         f"<style>{STYLE}</style>",
         f'<rect class="back" width="{WIDTH}" height="{height}"/>',
         *body,
@@ -76,7 +76,7 @@ def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str
 def within_report(panels: Sequence[Panel]) -> Html:
     """Returns the same bars for a report, which has its own title, small print and colours."""
     bars, height = _panels(panels, 0)
-    return tag("svg", Html("".join(bars)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=_said(panels))
+    return tag("svg", Html("".join(bars)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=_description(panels))
 
 
 def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
@@ -88,7 +88,7 @@ def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
     return body, y
 
 
-def _said(panels: Sequence[Panel]) -> str:
+def _description(panels: Sequence[Panel]) -> str:
     """Returns the description: all numbers of the panels."""
     return "; ".join(f"{panel.title}: " + ", ".join(f"{bar.label} {number(bar.value)}" for bar in panel.bars) for panel in panels)
 
@@ -125,7 +125,7 @@ MOST_POINTS = 400  # that a curve may have
 
 def sections(results: Sequence[Result], head: str, lines: Lines, panels: Sequence[Panel]) -> list[Section]:
     """Returns a report's sections: the figures, how times are spread, and the course of each run."""
-    figures = Section("Figures", [said(head), table(lines, "figures"), pictured(within_report(panels))])
+    figures = Section("Figures", [paragraph(head), table(lines, "figures"), pictured(within_report(panels))])
     return [figures, *_spreads(results), *(_course(result) for result in results if result.each_request)]
 
 
@@ -143,11 +143,11 @@ def _spreads(results: Sequence[Result]) -> list[Section]:
 
 def _course(result: Result) -> Section:
     """Returns a section on when requests came and when they were answered, for a server that was measured from outside."""
-    asked = result.each_request
-    lines = [_counted("arrived", (one["due"] for one in asked))]
-    lines.append(_counted("answered", (one["ended"] for one in asked if one["error"] is None)))
-    if any("within_slo" in one for one in asked):
-        lines.append(_counted("answered within the SLO", (one["ended"] for one in asked if one["within_slo"])))
+    requests = result.each_request
+    lines = [_counted("arrived", (one["due"] for one in requests))]
+    lines.append(_counted("answered", (one["ended"] for one in requests if one["error"] is None)))
+    if any("within_slo" in one for one in requests):
+        lines.append(_counted("answered within the SLO", (one["ended"] for one in requests if one["within_slo"])))
     text = "How far answers lie behind arrivals is how many requests are under way; what keeps within the SLO is goodput."
     return Section(f"{result.name}: the course of the run", [pictured(curves(lines, "seconds", "requests so far"), text)])
 

@@ -51,7 +51,7 @@ LOOK_EVERY = 0.5  # seconds between two looks at the progress
 
 
 @dataclass(slots=True)
-class Asked:
+class TimedRequest:
     """A request as its client saw it. Times are seconds after the start of the run."""
 
     due: float
@@ -100,38 +100,38 @@ async def probe(server: RemoteServer, model: str, highest_id: int) -> None:
     await server.stream("/v1/completions", _body(model, [highest_id] * 4, 2, 0.0), lambda _now, _event: None)
 
 
-async def drive(server: RemoteServer, load: Load) -> tuple[float, list[Asked]]:
+async def drive(server: RemoteServer, load: Load) -> tuple[float, list[TimedRequest]]:
     """Sends all requests. Returns the seconds from the start to the end of the last one, and what the client saw of each."""
-    asked = [Asked(due) for due in load.due]
+    requests = [TimedRequest(due) for due in load.due]
     # What is due at once is written before the clock starts: this client stands for many, and must not be slower than they are.
     prompts = load.workload.requests
     bodies = [b"" if due else _body(load.model, *prompt, load.temperature) for due, prompt in zip(load.due, prompts)]
     gate = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
     start = time.perf_counter()
 
-    async def send(request: Asked, ids: Ids, wanted: int, body: bytes) -> None:
+    async def send(request: TimedRequest, ids: Ids, wanted: int, body: bytes) -> None:
         async with gate:
             request.sent = time.perf_counter() - start
-            await _ask(server, request, body or _body(load.model, ids, wanted, load.temperature), start)
+            await _send(server, request, body or _body(load.model, ids, wanted, load.temperature), start)
 
-    with GenerateProgress(len(asked), enabled=True) as progress:
-        watch = asyncio.create_task(_watch(asked, progress))
+    with GenerateProgress(len(requests), enabled=True) as progress:
+        watch = asyncio.create_task(_watch(requests, progress))
         try:
             async with asyncio.TaskGroup() as group:
-                for request, prompt, body in sorted(zip(asked, prompts, bodies, strict=True), key=lambda one: one[0].due):
+                for request, prompt, body in sorted(zip(requests, prompts, bodies, strict=True), key=lambda one: one[0].due):
                     await asyncio.sleep(max(0.0, start + request.due - time.perf_counter()))
                     group.create_task(send(request, *prompt, body))
         finally:
             watch.cancel()
-    return max(request.ended for request in asked), asked
+    return max(request.ended for request in requests), requests
 
 
 def _body(model: str, ids: Ids, wanted: int, temperature: float) -> bytes:
-    asked = {"model": model, "prompt": ids, "max_tokens": wanted, "ignore_eos": True, "temperature": temperature}
-    return stream_body(asked | {"stream_options": {"include_usage": True}})
+    body = {"model": model, "prompt": ids, "max_tokens": wanted, "ignore_eos": True, "temperature": temperature}
+    return stream_body(body | {"stream_options": {"include_usage": True}})
 
 
-async def _ask(server: RemoteServer, request: Asked, body: bytes, start: float) -> None:
+async def _send(server: RemoteServer, request: TimedRequest, body: bytes, start: float) -> None:
     def take(now: float, event: dict[str, Any]) -> None:
         for choice in event.get("choices") or ():
             request.ended = now - start
@@ -151,13 +151,13 @@ async def _ask(server: RemoteServer, request: Asked, body: bytes, start: float) 
         request.status, request.error, request.ended = error.status, str(error), time.perf_counter() - start
 
 
-async def _watch(asked: Sequence[Asked], progress: GenerateProgress) -> None:
+async def _watch(requests: Sequence[TimedRequest], progress: GenerateProgress) -> None:
     """Shows the progress twice a second, so that this costs the same however many tokens come."""
     shown = (0, 0, 0)
     while True:
         await asyncio.sleep(LOOK_EVERY)
-        done = [request for request in asked if request.status is not None or request.error is not None]
-        now = (len(done), sum(request.input_tokens for request in done), sum(len(request.pieces) for request in asked))
+        done = [request for request in requests if request.status is not None or request.error is not None]
+        now = (len(done), sum(request.input_tokens for request in done), sum(len(request.pieces) for request in requests))
         progress.count(*(new - old for new, old in zip(now, shown, strict=True)))
         progress.show()
         shown = now
@@ -184,7 +184,7 @@ def slo(text: str) -> Slo:
     return bounds
 
 
-def keeps(request: Asked, bounds: Slo) -> bool:
+def keeps(request: TimedRequest, bounds: Slo) -> bool:
     """Whether the request kept all limits. One that failed did not."""
     if request.error is not None:
         return False
@@ -215,14 +215,14 @@ def client_here(model: str, server: str) -> Client:
     return Client(model, server, cpu_model(), system, platform.python_version(), __version__)
 
 
-def result_of(load: Load, seconds: float, asked: Sequence[Asked], bounds: Slo | None) -> Result:
+def result_of(load: Load, seconds: float, requests: Sequence[TimedRequest], bounds: Slo | None) -> Result:
     """Returns the figures over all requests that were answered. Raises an error if none was."""
-    done = [request for request in asked if request.error is None]
+    done = [request for request in requests if request.error is None]
     if not done:
-        raise RemoteError(f"{load.workload.name}: all {len(asked)} requests failed; {'; '.join(failures(asked))}")
+        raise RemoteError(f"{load.workload.name}: all {len(requests)} requests failed; {'; '.join(failures(requests))}")
     facts = {
-        "requests": len(asked),
-        "failed": len(asked) - len(done),
+        "requests": len(requests),
+        "failed": len(requests) - len(done),
         "input_tokens": sum(request.input_tokens for request in done),
         "output_tokens": sum(request.output_tokens for request in done),
         "output_tokens_wanted": load.workload.output_tokens,
@@ -235,30 +235,30 @@ def result_of(load: Load, seconds: float, asked: Sequence[Asked], bounds: Slo | 
         "wall": Figure("s", [seconds]),
     }
     if load.concurrency is None:  # with a limit on concurrency, requests wait for their turn
-        figures["behind_schedule"] = Figure("ms", [1000 * max(request.sent - request.due for request in asked)])
+        figures["behind_schedule"] = Figure("ms", [1000 * max(request.sent - request.due for request in requests)])
     if facts["input_tokens"] and all(request.cached_tokens is not None for request in done):
         cached = sum(request.cached_tokens or 0 for request in done)
         figures["cache_hit_rate"] = Figure("%", [100 * cached / facts["input_tokens"]])
     if bounds is not None:
-        kept = sum(keeps(request, bounds) for request in asked)
+        kept = sum(keeps(request, bounds) for request in requests)
         figures["goodput"] = Figure("requests/s", [kept / seconds])
-        figures["within_slo"] = Figure("%", [100 * kept / len(asked)])
-    return Result(load.workload.name, facts, figures | _times(done), [_told(request, bounds) for request in asked])
+        figures["within_slo"] = Figure("%", [100 * kept / len(requests)])
+    return Result(load.workload.name, facts, figures | _times(done), [_as_dict(request, bounds) for request in requests])
 
 
-def _told(request: Asked, bounds: Slo | None) -> dict[str, object]:
+def _as_dict(request: TimedRequest, bounds: Slo | None) -> dict[str, object]:
     return request.as_json() | ({} if bounds is None else {"within_slo": keeps(request, bounds)})
 
 
-def failures(asked: Sequence[Asked]) -> list[str]:
+def failures(requests: Sequence[TimedRequest]) -> list[str]:
     """Returns a line for each status of failed requests: how often it came, and its first reason."""
-    failed = [request for request in asked if request.error is not None]
+    failed = [request for request in requests if request.error is not None]
     counts = Counter(request.status for request in failed)
     reasons = {request.status: request.error for request in reversed(failed)}
     return [f"{'no answer' if status is None else status}: {count} (first: {reasons[status]})" for status, count in counts.items()]
 
 
-def _times(done: Sequence[Asked]) -> dict[str, Figure]:
+def _times(done: Sequence[TimedRequest]) -> dict[str, Figure]:
     times = {
         "first_token": [request.first_token for request in done],
         "inter_token": [gap for request in done for gap in request.gaps],

@@ -195,8 +195,8 @@ def _choice(field: Field[Any]) -> Callable[[str], str]:
 
     def convert(text: str) -> str:
         if text not in choices:
-            said = f"invalid choice: {text!r} (choose from {', '.join(choices)})" + (f": {because}" if because else "")
-            raise argparse.ArgumentTypeError(said + meant(text, choices, VALUES))
+            message = f"invalid choice: {text!r} (choose from {', '.join(choices)})" + (f": {because}" if because else "")
+            raise argparse.ArgumentTypeError(message + meant(text, choices, VALUES))
         return text
 
     return convert

@@ -19,7 +19,7 @@ from octavo.loading.names import NAME
 from octavo.loading.ollama_names import meant_on_hub
 from octavo.own_file import state_dir
 from octavo.sampling_params import SamplingParams
-from octavo.text.pieces import Piece
+from octavo.text.tags import Piece
 
 COMMANDS = {
     "/help": "show this list",
@@ -126,14 +126,14 @@ def _chosen(args: argparse.Namespace, word: str) -> tuple[str | None, str | None
         found = None  # the server has names of its own
     else:
         model, question = f"{program} {found or f'OWNER/{word}'}", f"{program} {NAME} {word}"
-    answer = _asked(word, found)
+    answer = _choose(word, found)
     if answer is None:
         rows = f"\n  {model:50}  the model\n  {question:50}  the question"
         args.fail(f"{word} may be a model or a question; write one of these{rows}")
     return (found or word, None) if answer == "m" else (None, word)
 
 
-def _asked(word: str, on_hub: str | None) -> str | None:
+def _choose(word: str, on_hub: str | None) -> str | None:
     """Returns m for a model, q for a question, or None if there is no terminal to ask at, or no answer."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return None

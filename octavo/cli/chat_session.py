@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavo.client.api import RemoteModel, RemoteServer, stream_body
 from octavo.errors import EngineError, OctavoError, RemoteError, RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.text.pieces import Piece
 from octavo.text.reasoning import ReasoningSplitter
+from octavo.text.tags import Piece
 
 if TYPE_CHECKING:
     from octavo.inputs import Message

@@ -76,8 +76,8 @@ def _converted(path: str, name: str, value: object) -> object:
             raise ConfigError(f"{name} must be text in quotes, got {value!r}")
         (config if name in SETTINGS else server_config).check_setting(name, value)
     except (ConfigError, argparse.ArgumentTypeError) as error:
-        said = str(error) if isinstance(error, ConfigError) else f"{name}: {error}"
-        raise ConfigError(f"{path}: {said[:300]}") from error
+        message = str(error) if isinstance(error, ConfigError) else f"{name}: {error}"
+        raise ConfigError(f"{path}: {message[:300]}") from error
     if isinstance(value, list):
         return tuple(value)
     return float(value) if kind is float and isinstance(value, int) else value  # TOML reads 1 as an integer

@@ -18,7 +18,7 @@ from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.names import NAME
 from octavo.report.charts import Curve, Part, curves, parts_bar
-from octavo.report.document import Html, Report, Section, pictured, said, table
+from octavo.report.document import Html, Report, Section, paragraph, pictured, table
 from octavo.server_config import check_setting
 from octavo.sizing.auto import resolved, suited
 from octavo.sizing.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
@@ -64,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
     from octavo.loading.shape import model_shape
     from octavo.worker.device import level_used
 
-    asked = engine_config(args, args.words)
+    requested = engine_config(args, args.words)
     check_setting("data_parallel_size", args.data_parallel_size)
-    ranks = asked.tensor_parallel_size, asked.decode_context_parallel_size, asked.expert_ranks
-    whole = model_shape(asked.model, asked.revision, asked.hf_overrides).of_rank(*ranks)
-    config = suited(resolved(asked, _device(asked.device, args.memory)), whole.model)
+    ranks = requested.tensor_parallel_size, requested.decode_context_parallel_size, requested.expert_ranks
+    whole = model_shape(requested.model, requested.revision, requested.hf_overrides).of_rank(*ranks)
+    config = suited(resolved(requested, _device(requested.device, args.memory)), whole.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)
     dtype, threads = resolve_dtype(config.dtype, whole.config.dtype, config.device, level), num_threads() if level else 0
@@ -113,16 +113,16 @@ def _stage(layers: range, plan: MemoryPlan) -> StageUse:
     return StageUse(layers.start, len(layers), plan.use.weights, plan.use.kv_cache, plan.use.total)
 
 
-def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
+def _device(requested: Device, size: int | None) -> Literal["cpu", "cuda"]:
     """Returns the device to plan for. With --memory, this machine need not have a GPU. torch is imported only if it may have one."""
     from octavo.worker.device import device_here, nvidia_signs
 
-    if asked == "cuda" and size is not None:
+    if requested == "cuda" and size is not None:
         return "cuda"
-    if asked == "cpu" or (asked == "auto" and not nvidia_signs()):
+    if requested == "cpu" or (requested == "auto" and not nvidia_signs()):
         return "cpu"
     try:
-        return device_here(asked).device
+        return device_here(requested).device
     except ConfigError as error:
         raise ConfigError(f"{error}; add --memory 80g to plan for a GPU with that much memory") from error
 
@@ -359,4 +359,4 @@ def _fits(plan: MemoryPlan, rows: int) -> list[Html]:
     cells = ([f"{length:,}", f"{count:,}", f"{min(count, rows):,}"] for length, count in found)
     lines = [["tokens of each", "sequences", "at once"], *cells]
     text = f"Sequences that share a prefix share its blocks, so more may fit. At most {rows:,} run at the same time (--max-num-seqs)."
-    return [said(text), pictured(drawing), table(lines, "sequences that fit")]
+    return [paragraph(text), pictured(drawing), table(lines, "sequences that fit")]

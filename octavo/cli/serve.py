@@ -61,6 +61,6 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _warn(config: ServerConfig) -> None:
     """Logs who else can read what, if other machines reach this server: a warning if it has no key, else a note."""
-    if said := who_reads(config):
-        tell = log.logger.info if config.api_key else log.logger.warning
-        tell("%s", said)
+    if notice := who_reads(config):
+        log_notice = log.logger.info if config.api_key else log.logger.warning
+        log_notice("%s", notice)

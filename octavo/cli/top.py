@@ -53,24 +53,24 @@ def run(args: argparse.Namespace) -> int:
 async def _once(watch: Watch) -> None:
     """Prints one picture. It waits a moment first, so that there are steps to show."""
     async with _watching(watch) as task:
-        await asyncio.wait({task, told := asyncio.ensure_future(watch.told.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        await asyncio.wait({task, received := asyncio.ensure_future(watch.received.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        received.cancel()
         await asyncio.wait({task}, timeout=ONCE_SECONDS)
-        if not watch.told.is_set():
+        if not watch.received.is_set():
             await task
     print("\n".join(plain(picture(watch, shutil.get_terminal_size().columns, ONCE_LINES))))
 
 
 async def _lines(watch: Watch) -> None:
     """Prints a line of figures every second."""
-    said = None
+    printed = None
     async with _watching(watch) as task:
         while not task.done():
             text = figures_line(watch)
-            news = text != said if watch.trouble is not None else watch.told.is_set()  # the same trouble is printed once
-            if news:
+            is_new = text != printed if watch.trouble is not None else watch.received.is_set()  # the same trouble is printed once
+            if is_new:
                 print(time.strftime("%H:%M:%S"), text, flush=True)
-            said = text
+            printed = text
             await asyncio.wait({task}, timeout=LINE_SECONDS)
         await task
 

@@ -97,7 +97,7 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
         *([f"pinned {pinned:,} blocks"] if pinned else []),
         f"prompt {prompt:,.0f} tok/s",
         f"output {output:,.0f} tok/s",
-        f"cache hits {counts.found / counts.asked:.0%}" if counts.asked else "cache hits -",
+        f"cache hits {counts.found / counts.queried:.0%}" if counts.queried else "cache hits -",
         f"preempted {counts.preempted:,}",
     ]
 
@@ -167,9 +167,9 @@ def _steps(state: ViewState, width: int) -> list[Line]:
     shown = list(state.steps)[-width:]
     tokens = [step[3] + step[4] for step in shown]
     most, last = max(*tokens, 1), shown[-1]
-    said = [f"tokens of each step, max {most:,}", f"last step: {tokens[-1]:,} tokens in {last[2]:.1f} ms, {last[5]:,} sequences"]
+    texts = [f"tokens of each step, max {most:,}", f"last step: {tokens[-1]:,} tokens in {last[2]:.1f} ms, {last[5]:,} sequences"]
     drawn = "".join(bars[-(-count * (len(bars) - 1) // most)] for count in tokens)
-    return [*([(text, "dim")] for text in _wrapped(said, width)), [(drawn, "in use")]]
+    return [*([(text, "dim")] for text in _wrapped(texts, width)), [(drawn, "in use")]]
 
 
 def _requests(state: ViewState, width: int, room: int) -> list[Line]:
@@ -198,8 +198,8 @@ def _cells(seq: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _events(state: ViewState, most: int) -> list[Line]:
-    said = [(event[0], _happened(event[2], event[3:])) for event in list(state.events)[-most:]] if most else []
-    return [[(f"step {step}  ", "dim"), (text, "")] for step, text in said if text]
+    texts = [(event[0], _happened(event[2], event[3:])) for event in list(state.events)[-most:]] if most else []
+    return [[(f"step {step}  ", "dim"), (text, "")] for step, text in texts if text]
 
 
 def _happened(kind: str, rest: Sequence[Any]) -> str:

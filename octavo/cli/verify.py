@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.cli.args import MODEL_HELP, add_engine_flags, engine_config
 from octavo.cli.in_out import add_report_flag, check_target, write_report
 from octavo.report.charts import strip
-from octavo.report.document import Report, Section, pictured, said, table
+from octavo.report.document import Report, Section, paragraph, pictured, table
 from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def verify_report(name: str, facts: Mapping[str, str], results: "Sequence[Verifi
     if results:
         first = results[0]
         facts = {**facts, "dtype": first.dtype, "KV cache dtype": first.kv_cache_dtype, "kernels": first.kernels}
-        sections.append(Section("What was compared", [said(COMPARED), table(verified_lines(results), "what was compared")]))
+        sections.append(Section("What was compared", [paragraph(COMPARED), table(verified_lines(results), "what was compared")]))
     for result in results:
         drawing = strip(list(result.schedule.items()), "steps")
         sections.append(Section(f"The schedule at pipeline depth {result.depth}", [pictured(drawing, SCHEDULE)]))

@@ -74,7 +74,7 @@ class RemoteServer:
                 except (TypeError, KeyError, AttributeError, ValueError) as error:  # the event does not have the fields it should have
                     raise self._no_api(path) from error
 
-        reply = await self._http.ask("POST", path, body, sink)
+        reply = await self._http.send("POST", path, body, sink)
         if reply.status != 200:
             raise self._failure(reply.status, _read(bytes(refusal)))
         if not ended:
@@ -97,7 +97,7 @@ class RemoteServer:
             except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
                 raise RemoteError(f"the server at {self.address} does not answer {path} as Octavo does", 200) from error
 
-        reply = await self._http.ask("GET", path, b"", sink)
+        reply = await self._http.send("GET", path, b"", sink)
         if reply.status != 200:
             raise self._failure(reply.status, _read(bytes(refusal)))
 
@@ -118,7 +118,7 @@ class RemoteServer:
         data = b"" if body is None else _dumped(body)
         try:
             async with asyncio.timeout(PATIENCE):
-                reply = await self._http.ask(method, path, data, lambda _now, _reply, new: found.extend(new))
+                reply = await self._http.send(method, path, data, lambda _now, _reply, new: found.extend(new))
         except TimeoutError as error:
             raise RemoteError(f"{self.address} does not answer {path} within {PATIENCE:.0f} seconds") from error
         if reply.status != 200 and reply.status not in fails:
@@ -137,10 +137,10 @@ class RemoteServer:
     def _failure(self, status: int, body: Any) -> RemoteError:
         error = body.get("error") if isinstance(body, dict) else None
         known = error if isinstance(error, dict) else {}
-        said = str(known.get("message") or error or "no reason given")[:MOST_CHARS]
+        message = str(known.get("message") or error or "no reason given")[:MOST_CHARS]
         help_ = "; give its key with --api-key or OCTAVO_API_KEY" if status == 401 else ""
         code = known.get("code")
-        return RemoteError(f"{self.address} answers {status}: {said}{help_}", status, code if isinstance(code, str) else None)
+        return RemoteError(f"{self.address} answers {status}: {message}{help_}", status, code if isinstance(code, str) else None)
 
 
 def stream_body(body: Mapping[str, object]) -> bytes:

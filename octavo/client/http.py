@@ -186,15 +186,15 @@ class HttpClient:
         self._secure = ssl.create_default_context() if address.scheme == "https" else None
         self._idle: list[_Connection] = []
 
-    async def ask(self, method: str, path: str, body: bytes, sink: Sink) -> Reply:
+    async def send(self, method: str, path: str, body: bytes, sink: Sink) -> Reply:
         """Sends a request and returns its answer when it is complete. If it is cancelled, it closes the connection."""
         data = self._head(method, path, len(body)).encode() + body
         while True:
             connection, used = await self._connection()
             try:
-                reply = await connection.ask(data, sink)
+                reply = await connection.send(data, sink)
             except ConnectionError as error:
-                if used and not connection.heard:
+                if used and not connection.received:
                     continue  # the server closed this idle connection and has not seen the request: try another
                 raise RemoteError(f"the server at {self.address} closed the connection before its answer was complete") from error
             if reply.keeps_alive:
@@ -221,8 +221,8 @@ class HttpClient:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(_Connection, self.address.host, self.address.port, ssl=self._secure)
         except OSError as error:
-            said = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
-            raise RemoteError(f"no server answers at {self.address} ({said}); is the server running there?") from error
+            reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
+            raise RemoteError(f"no server answers at {self.address} ({reason}); is the server running there?") from error
         return connection, False
 
 
@@ -230,15 +230,15 @@ class _Connection(asyncio.Protocol):
     """A connection, which carries one request at a time."""
 
     def __init__(self) -> None:
-        self.closed = self.heard = False
+        self.closed = self.received = False
         self._reply: Reply | None = None
         self._sink: Sink
         self._done: asyncio.Future[Reply]
         self._transport: asyncio.Transport
 
-    async def ask(self, data: bytes, sink: Sink) -> Reply:
+    async def send(self, data: bytes, sink: Sink) -> Reply:
         assert self._reply is None
-        self.heard, self._reply, self._sink = False, Reply(), sink
+        self.received, self._reply, self._sink = False, Reply(), sink
         self._done = asyncio.get_running_loop().create_future()
         if self.closed:
             raise ConnectionResetError
@@ -264,12 +264,12 @@ class _Connection(asyncio.Protocol):
         if reply is None or self._done.done():  # the server sends something unasked
             self.close()
             return
-        self.heard = True
+        self.received = True
         try:
             body = reply.feed(data)
             if reply.status:
                 self._sink(now, reply, body)
-        except Exception as error:  # `ask` raises it
+        except Exception as error:  # `send` raises it
             self._done.set_exception(error)
             return
         if reply.done:

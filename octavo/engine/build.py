@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.grammar import Grammars
 from octavo.engine.trace import StepTrace
 from octavo.errors import LoadError, OctavoError
+from octavo.grammar.grammars import Grammars
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import dummy_shape, shape_of
 from octavo.log import Stopwatch, logger

@@ -11,9 +11,9 @@ are in flight as there are stages, and no sequence is in two of them.
 
 from collections import deque
 
-from octavo.engine.grammar import Grammars
 from octavo.engine.trace import Trace
 from octavo.errors import RankLost, VerifyError
+from octavo.grammar.grammars import Grammars
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, StepPlan, StepResult
 from octavo.policy import invariants

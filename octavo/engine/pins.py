@@ -174,7 +174,7 @@ class PinReconciler:
         except BaseException:
             self._forget(entry)
             raise
-        return self._told(entry)
+        return self._described(entry)
 
     async def _compute_everywhere(self, entry: PinEntry) -> None:
         ready = [replica for replica in self._replicas if replica.is_ready]
@@ -188,11 +188,11 @@ class PinReconciler:
                 task.cancel()
 
     def list(self) -> list[PinnedPrefix]:
-        return [self._told(entry) for entry in self._registry.entries()]
+        return [self._described(entry) for entry in self._registry.entries()]
 
     def find(self, name: str) -> PinnedPrefix | None:
         entry = self._registry.find(name)
-        return None if entry is None else self._told(entry)
+        return None if entry is None else self._described(entry)
 
     def release(self, name: str) -> bool:
         """Releases a prefix without disturbing requests that use it. Returns False if there is no pin with this name."""
@@ -222,7 +222,7 @@ class PinReconciler:
         with suppress(UnavailableError):  # then it holds no pins, or `check` releases this one later
             replica.send(Unpin(pin_id))
 
-    def _told(self, entry: PinEntry) -> PinnedPrefix:
+    def _described(self, entry: PinEntry) -> PinnedPrefix:
         states = [state for replica in self._replicas if (state := self._state(replica, entry.pin_id)) is not None]
         return PinnedPrefix(
             entry.name,

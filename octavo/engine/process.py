@@ -150,7 +150,7 @@ class Loop:
         due = not status.busy or status.at >= self._cache_sent_at + CACHE_SECONDS
         if pins.version != sent[0] or (due and status.stats.pin_hits != sent[1]):
             self._pins_sent = pins.version, status.stats.pin_hits
-            self._router.send(Pinned(pins.told()))
+            self._router.send(Pinned(pins.states()))
         if self._cache_updates is not None and (part := self._cache_updates.next_part()) is not None:
             self._router.send(Cached(part[1]), part[0])
         if not due:
@@ -189,15 +189,15 @@ class Loop:
         elif isinstance(command, Gone):
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
-            self._view.ask(command.name, "none")
+            self._view.request(command.name, "none")
             if self._cache_updates is not None:
                 self._cache_updates.drop(command.name)
         elif isinstance(command, Met):
-            self._router.send(Pinned(core.scheduler.pins.told()), command.name)
+            self._router.send(Pinned(core.scheduler.pins.states()), command.name)
             if self._cache_updates is not None:
                 self._cache_updates.add(command.name)
         elif isinstance(command, Watching):
-            self._view.ask(command.name, command.wanted)
+            self._view.request(command.name, command.wanted)
         return None
 
 

@@ -32,7 +32,7 @@ class StallWatch:
         self._clock = time.pthread_getcpuclockid(self._thread)
         self._began: float | None = None  # by the clock; None: no turn is watched
         self._stack: Stack = []  # seen in a turn that takes too long
-        self._told = False  # whether the turn was reported
+        self._reported = False  # whether the turn was reported
         self._looked = self._times()
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> "StallWatch":
@@ -42,14 +42,14 @@ class StallWatch:
 
     def begin(self) -> None:
         """Records the beginning of a turn."""
-        self._stack, self._told = [], False
+        self._stack, self._reported = [], False
         self._began = time.clock_gettime(self._clock)
 
     def end(self) -> None:
         """Records the end of a turn."""
         began, self._began = self._began, None
-        if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most and not self._told:
-            self._report(took, "", _told(self._stack) or "(it was over before anybody looked)\n")
+        if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most and not self._reported:
+            self._report(took, "", _formatted(self._stack) or "(it was over before anybody looked)\n")
 
     def _run(self, loop: asyncio.AbstractEventLoop | None) -> None:
         while True:
@@ -68,9 +68,9 @@ class StallWatch:
         """Keeps the stack of a turn that takes too long, and reports one that takes very long."""
         if took > self._most:
             self._stack = self._stack or _stack_of(self._thread)
-        if took > FOR_EVER_SECONDS and not self._told:
-            self._told = True
-            self._report(took, " and still does not", _told(self._stack))
+        if took > FOR_EVER_SECONDS and not self._reported:
+            self._reported = True
+            self._report(took, " and still does not", _formatted(self._stack))
 
     def _look_for_others(self) -> None:
         """Reports the other threads if this one woke late while they computed: they held the interpreter."""
@@ -78,7 +78,7 @@ class StallWatch:
         wall, loop, process = (now - then for now, then in zip(self._looked, before))
         if min(wall, process - loop) > OTHERS * self._most:
             others = [thread for thread in threading.enumerate() if thread.ident not in (self._thread, threading.get_ident())]
-            stacks = "".join(f"  {thread.name}:\n{_told(_stack_of(thread.ident))}" for thread in others)
+            stacks = "".join(f"  {thread.name}:\n{_formatted(_stack_of(thread.ident))}" for thread in others)
             self._report(min(wall, process - loop), " because another thread had the interpreter", stacks, OTHERS)
 
     def _times(self) -> tuple[float, float, float]:
@@ -100,5 +100,5 @@ def _stack_of(thread: int | None) -> Stack:
     return stack[::-1]
 
 
-def _told(stack: Stack) -> str:
+def _formatted(stack: Stack) -> str:
     return "".join(traceback.format_list([(*place, None) for place in stack]))

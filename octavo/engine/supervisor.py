@@ -29,7 +29,7 @@ from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.loading.text_side import TextSide
 from octavo.log import logger
 from octavo.messages import EngineFacts
-from octavo.own_file import told_with_tmpdir
+from octavo.own_file import naming_tmpdir
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class SocketFolder:
     """A folder that is locked while its owner lives. An unlocked folder was left behind, or is so new that its owner makes another."""
 
     def __init__(self) -> None:
-        with told_with_tmpdir():
+        with naming_tmpdir():
             place = _place()
             _sweep(place)
             lock = None

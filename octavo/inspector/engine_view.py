@@ -32,7 +32,7 @@ FAILED = "the inspector failed and is switched off until the engine is started a
 class NoView:
     """A view that cannot be watched."""
 
-    def ask(self, client: str, wanted: Wanted) -> None:
+    def request(self, client: str, wanted: Wanted) -> None:
         pass
 
     def frames(self, busy: bool) -> list[tuple[str, ViewFrame]]:
@@ -48,7 +48,7 @@ class EngineView:
         self._watchers: dict[str, Watcher] = {}  # by client
         self._is_attached = False  # to the hooks, while there are watchers
         self._is_off = False  # it failed
-        self._untold: set[str] = set()  # clients that wait for a frame and must be informed of the failure
+        self._uninformed: set[str] = set()  # clients that wait for a frame and must be informed of the failure
         kv = self._scheduler.kv
         self._on_event, self._on_end, self._on_seal = kv.pool.on_event, self._scheduler.on_end, kv.on_seal
         self._on_pin = self._scheduler.pins.on_change
@@ -57,12 +57,12 @@ class EngineView:
         self._seen = self._counts()
         kv.on_seal = self._on_sealed
 
-    def ask(self, client: str, wanted: Wanted) -> None:
-        self._try(self._ask, client, wanted)
+    def request(self, client: str, wanted: Wanted) -> None:
+        self._try(self._request, client, wanted)
         if self._is_off and wanted != "none":
-            self._untold.add(client)
+            self._uninformed.add(client)
 
-    def _ask(self, client: str, wanted: Wanted) -> None:
+    def _request(self, client: str, wanted: Wanted) -> None:
         if wanted == "full":
             if not self._watchers:
                 self._attach()
@@ -77,9 +77,9 @@ class EngineView:
         found: list[tuple[str, ViewFrame]] = []
         if self._watchers:
             self._try(self._gather, busy, found)
-        if self._untold:
-            found += [(client, ViewFrame(True, self._now(), self._started, error=FAILED)) for client in self._untold]
-            self._untold.clear()
+        if self._uninformed:
+            found += [(client, ViewFrame(True, self._now(), self._started, error=FAILED)) for client in self._uninformed]
+            self._uninformed.clear()
         return found
 
     def _gather(self, busy: bool, found: list[tuple[str, ViewFrame]]) -> None:
@@ -103,7 +103,7 @@ class EngineView:
         except Exception as error:
             logger.error("the inspector failed and is switched off; the engine goes on", exc_info=error)
             self._is_off = True
-            self._untold |= {client for client, watcher in self._watchers.items() if watcher.wants}
+            self._uninformed |= {client for client, watcher in self._watchers.items() if watcher.wants}
             self._scheduler.kv.on_seal = self._on_seal
             if self._is_attached:
                 self._detach()
@@ -146,11 +146,11 @@ class EngineView:
             self._contents.since[block] = self._clock()
         elif event == "evict":
             assert key is not None
-            self._tell((self._scheduler.step, self._now(), "evict", block, key[1][:8].hex()))
+            self._add_event((self._scheduler.step, self._now(), "evict", block, key[1][:8].hex()))
 
     def _on_pin_change(self, what: Literal["pin", "unpin"], num_blocks: int, num_tokens: int) -> None:
         self._on_pin(what, num_blocks, num_tokens)
-        self._try(self._tell, (self._scheduler.step, self._now(), what, num_blocks, num_tokens))
+        self._try(self._add_event, (self._scheduler.step, self._now(), what, num_blocks, num_tokens))
 
     def _on_sequence_end(self, seq: Sequence, reason: Ending) -> None:
         self._on_end(seq, reason)
@@ -187,7 +187,7 @@ class EngineView:
         if not self._watchers:
             return
         for words in (*self._preempted(preempted), *_events_of(plan, scheduler)):
-            self._tell((plan.step, at, *words))
+            self._add_event((plan.step, at, *words))
         for watcher in self._watchers.values():
             watcher.add_step(numbers)
 
@@ -201,7 +201,7 @@ class EngineView:
     def close(self) -> None:
         pass
 
-    def _tell(self, event: EventWords) -> None:
+    def _add_event(self, event: EventWords) -> None:
         for watcher in self._watchers.values():
             watcher.add_event(event)
 

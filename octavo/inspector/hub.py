@@ -21,7 +21,7 @@ from octavo import __version__
 from octavo.errors import UnavailableError
 from octavo.inspector.frames import SequenceState, ViewFrame
 from octavo.inspector.history import StepLog
-from octavo.inspector.lines import Line, Pieces, delta, line, told_ranks
+from octavo.inspector.lines import Line, Pieces, delta, line, rank_lines
 from octavo.inspector.state import ViewState
 from octavo.log import logger
 from octavo.messages import EngineFacts, RankNumbers
@@ -110,18 +110,18 @@ class ViewHub:
         """Yields lines until the server must stop, all new ones in one piece."""
         self._join()
         try:
-            seen, told = -1, 0  # how many lines, and parts of its opening, this watcher has received
+            seen, num_sent = -1, 0  # how many lines, and parts of its opening, this watcher has received
             while not self._server.draining and self._task is not None and not self._task.done():
                 if not self._number:
                     await self._news(LOOK_SECONDS)
                 elif seen < self._number - len(self._lines):
                     opening = self._opening(with_text)
-                    (seen, text), told = opening.parts[0], 1
+                    (seen, text), num_sent = opening.parts[0], 1
                     yield text
-                elif told < self._num_parts:
-                    number, part = self._part(opening, told)
+                elif num_sent < self._num_parts:
+                    number, part = self._part(opening, num_sent)
                     text = self._between(seen, number, with_text) + part
-                    seen, told = number, told + 1
+                    seen, num_sent = number, num_sent + 1
                     yield text
                 elif seen < self._number:
                     text, seen = self._between(seen, self._number, with_text), self._number
@@ -184,23 +184,23 @@ class ViewHub:
             self._state.apply(self._head(frame))
             self._steps = StepLog()
             self._lines.clear()
-        told = delta(frame, pieces, self._name)
+        changes = delta(frame, pieces, self._name)
         if frame.full and (ranks := self._ranks()):
-            told["ranks"] = ranks
-        self._state.apply(told)
+            changes["ranks"] = ranks
+        self._state.apply(changes)
         for step in frame.steps:
             self._steps.add(step)
         self._offset = time.monotonic() - frame.at
-        self._add(None if frame.full else Line(told))  # a full frame is not kept: watchers get it from the state
+        self._add(None if frame.full else Line(changes))  # a full frame is not kept: watchers get it from the state
 
     async def _tell_ranks(self) -> None:
         """Sends the state of ranks every second if there are several, even while a long step keeps the engine from sending frames."""
         while True:
             await asyncio.sleep(RANK_SECONDS)
             if self._number and (ranks := self._ranks()):
-                told = {"kind": "delta", "at": self._at(), "ranks": ranks}
-                self._state.apply(told)
-                self._add(Line(told))
+                changes = {"kind": "delta", "at": self._at(), "ranks": ranks}
+                self._state.apply(changes)
+                self._add(Line(changes))
 
     def _ranks(self) -> list[list[float]]:
         """Returns what each rank did last, or nothing while the engine is not ready."""
@@ -255,7 +255,7 @@ class ViewHub:
             "version_of": f"octavo {__version__}",
             "lesson": self._server.config.lesson,
             **({"engine": self._engine, "engines": len(engines)} if len(engines) > 1 else {}),
-            **({"ranks": told_ranks(facts.ranks)} if facts.ranks else {}),
+            **({"ranks": rank_lines(facts.ranks)} if facts.ranks else {}),
         }
 
     def _between(self, seen: int, number: int, with_text: bool) -> bytes:

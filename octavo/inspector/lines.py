@@ -107,7 +107,7 @@ def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any
     }
 
 
-def told_ranks(ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
+def rank_lines(ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
     """Returns the state of ranks, with their hosts if there are several."""
     several = len({one.host for one in ranks}) > 1
     return [_rank(one) | ({"host": one.host} if several else {}) for one in ranks]

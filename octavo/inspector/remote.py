@@ -26,16 +26,16 @@ class Counts:
     output: int = 0
     preempted: int = 0
     found: int = 0  # prompt tokens that were in the cache
-    asked: int = 0  # prompt tokens that were looked up
+    queried: int = 0  # prompt tokens that were looked up
     recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # a time, and the values of `prompt` and `output` then
 
     def add(self, steps: Iterable[list[Any]]) -> None:
-        for _, _, _, prompt, output, _, _, _, _, preempted, found, asked in steps:
+        for _, _, _, prompt, output, _, _, _, _, preempted, found, queried in steps:
             self.prompt += prompt
             self.output += output
             self.preempted += preempted
             self.found += found
-            self.asked += asked
+            self.queried += queried
 
     def note(self, at: float) -> None:
         """Keeps the sums of this moment, for rates."""
@@ -57,7 +57,7 @@ class Watch:
         """`comes_back`: whether to wait for a server that goes away. If not, that is an error."""
         self.address = str(server.address)
         self.state = ViewState()
-        self.told = asyncio.Event()  # set when `state` has been received
+        self.received = asyncio.Event()  # set when `state` has been received
         self.trouble: str | None = None  # why `state` is out of date
         self.counts = Counts()
         self.ready: tuple[int, int] | None = None  # how many engines are ready, and how many there are; None: not known
@@ -76,7 +76,7 @@ class Watch:
 
     async def _count_engines(self) -> None:
         """Asks how many engines are ready, again and again, while the view tells that there are several."""
-        await self.told.wait()
+        await self.received.wait()
         while True:
             if "engines" in self.state.head:
                 self.ready = await self._server.ready_engines()
@@ -89,7 +89,7 @@ class Watch:
                 trouble = RemoteError(f"the server at {self.address} has closed the view")
             except RemoteError as error:
                 trouble = error
-            loads, went = trouble.status == 503, trouble.status is None and self.told.is_set()
+            loads, went = trouble.status == 503, trouble.status is None and self.received.is_set()
             if not self._comes_back or not (loads or went):
                 raise trouble
             self.trouble = str(trouble)
@@ -118,10 +118,10 @@ class Watch:
             raise ValueError("a view of another version")
         self.state.apply(frame)
         if frame["kind"] == "full":
-            if not self.told.is_set():
+            if not self.received.is_set():
                 self.counts.add(frame["steps"])  # later full frames repeat steps that were counted
             self.counts.recent.clear()
-            self.told.set()
+            self.received.set()
             self.trouble = None
         elif frame["kind"] == "delta":
             self.counts.add(frame.get("steps", ()))

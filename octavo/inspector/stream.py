@@ -16,9 +16,9 @@ RETRY_SECONDS = 30.0  # an engine that was restarted can be watched
 
 
 class ViewStream:
-    def __init__(self, ask: Callable[[Wanted], None]) -> None:
-        """`ask` sends what is wanted to the engine, or raises UnavailableError."""
-        self._ask = ask
+    def __init__(self, request: Callable[[Wanted], None]) -> None:
+        """`request` sends what is wanted to the engine, or raises UnavailableError."""
+        self._request = request
         self._loop = asyncio.get_running_loop()
         self._wanted: Wanted = "full"
         self._answer: asyncio.Future[ViewFrame | None] | None = None
@@ -73,7 +73,7 @@ class ViewStream:
 
     def _say(self, wanted: Wanted) -> bool:
         try:
-            self._ask(wanted)
+            self._request(wanted)
         except UnavailableError:
             logger.debug("the view cannot be asked for: the engine cannot be reached")
             return False

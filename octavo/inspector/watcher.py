@@ -2,7 +2,7 @@
 
     dirty     blocks that have changed since; sent in their present state, however often they changed
     owed      blocks whose tokens must be sent: of sealed blocks from `Contents`, of others from the sequence that fills them
-    told      sequences as they were sent; a frame has the differences
+    sent      sequences as they were sent; a frame has the differences
     ended     sequences as they were when they ended, including those that were never sent
     steps, events, ended     ring buffers: what does not fit is counted as lost
 
@@ -34,7 +34,7 @@ Place = tuple[Sequence, int, int]  # a block's sequence, cache group, and index 
 
 
 @dataclass(slots=True)
-class _Told:
+class _Sent:
     seq: Sequence
     state: str
     tokens: int
@@ -44,9 +44,9 @@ class _Told:
     tables: list[list[int]]
 
     @staticmethod
-    def of(seq: Sequence) -> "_Told":
+    def of(seq: Sequence) -> "_Sent":
         cached, tables = seq.request.life.cached_tokens, [table.copy() for table in seq.tables]
-        return _Told(seq, seq.status.value, seq.num_tokens, seq.num_computed, cached, seq.preemptions, tables)
+        return _Sent(seq, seq.status.value, seq.num_tokens, seq.num_computed, cached, seq.preemptions, tables)
 
     def holds(self) -> bool:
         seq = self.seq
@@ -85,7 +85,7 @@ class Watcher:
         held = (block for seq in scheduler.running for table in seq.tables for block in table if block != NULL_BLOCK)
         self._owed: dict[int, Place | None] = dict.fromkeys(self._pool.index.values())  # its place in the sequence that fills it
         self._dirty = dict.fromkeys(chain(held, self._owed))
-        self._told: dict[int, _Told] = {}
+        self._sent: dict[int, _Sent] = {}
         self._steps: deque[StepNumbers] = deque(maxlen=MOST_STEPS)
         self._events: deque[EventWords] = deque(maxlen=MOST_EVENTS)
         self._ended: dict[int, tuple[SequenceState, str, list[bytes]]] = {}  # its last state, how it ended, digests of its full blocks
@@ -102,7 +102,7 @@ class Watcher:
 
     def on_end(self, seq: Sequence, reason: Ending) -> None:
         """Keeps the last state of a sequence whose blocks are about to be freed."""
-        before = self._told.get(seq.seq_id)
+        before = self._sent.get(seq.seq_id)
         start = 0 if before is None else before.same_entries(seq, 0)
         links = self._scheduler.kv.groups[0].links
         self._ended[seq.seq_id] = _state_of(seq, start), reason, seq.digests[links - 1 : seq.num_sealed : links]
@@ -137,13 +137,13 @@ class Watcher:
     # --- sequences -------------------------------------------------------------------------------------------------------
 
     def _sequences(self) -> tuple[list[SequenceState], list[tuple[int, str]]]:
-        told, changed, live = self._told, [], set()
+        sent, changed, live = self._sent, [], set()
         for seq in chain(self._scheduler.running, self._scheduler.waiting):
             live.add(seq.seq_id)
-            before = told.get(seq.seq_id)
+            before = sent.get(seq.seq_id)
             if before is None or not before.holds():
-                changed.append(self._tell(seq, before))
-        gone: dict[int, str] = {seq_id: told.pop(seq_id).seq.ended or "abort" for seq_id in told.keys() - live}
+                changed.append(self._updated_state(seq, before))
+        gone: dict[int, str] = {seq_id: sent.pop(seq_id).seq.ended or "abort" for seq_id in sent.keys() - live}
         for state, how, digests in self._ended.values():
             changed.append(replace(state, digests=[digest[:8].hex() for digest in digests]))
             gone[state.seq] = how
@@ -151,14 +151,14 @@ class Watcher:
         self._ended_entries = 0
         return changed, list(gone.items())
 
-    def _tell(self, seq: Sequence, before: _Told | None) -> SequenceState:
+    def _updated_state(self, seq: Sequence, before: _Sent | None) -> SequenceState:
         for group in range(len(seq.tables)):
-            self._tell_table(seq, group, before)
+            self._mark_table(seq, group, before)
         start = 0 if before is None else before.same_entries(seq, 0)
-        self._told[seq.seq_id] = _Told.of(seq)
+        self._sent[seq.seq_id] = _Sent.of(seq)
         return _state_of(seq, start)
 
-    def _tell_table(self, seq: Sequence, group: int, before: _Told | None) -> None:
+    def _mark_table(self, seq: Sequence, group: int, before: _Sent | None) -> None:
         """Marks the blocks whose tokens differ from those that were sent."""
         table, first = seq.tables[group], 0
         if before is not None and before.preemptions == seq.preemptions:  # otherwise it was readmitted, with other blocks

@@ -72,7 +72,7 @@ class Pins:
         """How many pins hold each block."""
         return Counter(block for pin in self._pins.values() for block in pin.blocks)
 
-    def told(self) -> list[PinState]:
+    def states(self) -> list[PinState]:
         return [
             PinState(pin.pin_id, bool(pin.blocks), *pin.sizes, pin.hits, pin.tokens_saved, self._left(pin)) for pin in self._pins.values()
         ]
@@ -117,18 +117,18 @@ class Pins:
 
     def _check_room(self, keys: list[BlockKey], most_beams: int) -> None:
         """Refuses a pin that is too large. A pin must leave room for the longest request, which would otherwise wait for ever."""
-        asked, pinned, most = sum(key not in self._keys for key in keys), self.num_blocks, self._limits.max_pinned_blocks
-        if pinned + asked > most:
+        needed, pinned, most = sum(key not in self._keys for key in keys), self.num_blocks, self._limits.max_pinned_blocks
+        if pinned + needed > most:
             raise RequestError(
-                f"the prefix needs {asked} blocks and {pinned} are pinned, but at most {most} may be (--max-pinned-blocks)",
+                f"the prefix needs {needed} blocks and {pinned} are pinned, but at most {most} may be (--max-pinned-blocks)",
                 "prompt",
                 "pinned_blocks_exceeded",
             )
         longest = min(self._limits.max_model_len - 1, self._limits.cache_tokens)  # the last token is never computed
         usable, kept = self._kv.pool.num_blocks - 1, max(self._kv.blocks_for(longest), most_beams)
-        if pinned + asked + kept > usable:
+        if pinned + needed + kept > usable:
             raise RequestError(
-                f"the prefix needs {asked} blocks and {pinned} are pinned, but of the {usable} blocks of the KV cache {kept} must stay "
+                f"the prefix needs {needed} blocks and {pinned} are pinned, but of the {usable} blocks of the KV cache {kept} must stay "
                 f"for {'a beam search that runs' if kept == most_beams else f'a request of {longest + 1} tokens'}; lower --max-model-len "
                 "or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
                 "prompt",

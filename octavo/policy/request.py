@@ -232,7 +232,7 @@ def _check_length(message: AddRequest, limits: Limits) -> None:
     prompt, params = message.prompt_token_ids, message.params
     if len(prompt) + (params.max_tokens or 1) > limits.max_model_len:
         raise RequestError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested {_asked(message)}; "
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested {_requested(message)}; "
             f"{_knobs(message, limits)}",
             "max_tokens" if len(prompt) < limits.max_model_len else "prompt",
             "context_length_exceeded",
@@ -252,7 +252,7 @@ def _check_offset(message: AddRequest, limits: Limits) -> None:
     if not 0 <= message.position_offset <= most:
         raise RequestError(
             f"position_offset is {message.position_offset}, but it must be from 0 to {most}: the model has {limits.max_model_len}, "
-            f"and you requested {_asked(message)}",
+            f"and you requested {_requested(message)}",
             "position_offset",
         )
 
@@ -279,7 +279,7 @@ def no_such_prefix(name: str) -> RequestError:
     return RequestError(f"there is no pinned prefix with the name {name!r:.140}", "name", "prefix_not_found")
 
 
-def _asked(message: AddRequest) -> str:
+def _requested(message: AddRequest) -> str:
     length, most = len(message.prompt_token_ids), message.params.max_tokens
     if most is None:
         return f"{length} tokens in the prompt"

@@ -30,17 +30,17 @@ class Rows:
         self.free.append(seq.row)
         self.free.extend(seq.reserved)
         seq.row, seq.reserved = -1, []
-        for news in (self._sources, self._shortened, self._replaced):
-            news.pop(seq, None)
+        for pending in (self._sources, self._shortened, self._replaced):
+            pending.pop(seq, None)
         self._forked.discard(seq)
 
     def source(self, seq: Sequence) -> int:
         """The row in which the worker has this sequence now."""
         return self._sources.get(seq, seq.row)
 
-    def is_told(self, seq: Sequence) -> bool:
+    def is_sent(self, seq: Sequence) -> bool:
         """Whether the worker has received all updates of this sequence."""
-        return not any(seq in news for news in (self._sources, self._shortened, self._replaced))
+        return not any(seq in pending for pending in (self._sources, self._shortened, self._replaced))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Takes a free row for a copy of `parent`, with the tokens that the host knows."""
@@ -66,17 +66,17 @@ class Rows:
     def replace_last(self, seq: Sequence) -> None:
         self._replaced[seq] = None
 
-    def tell(self, plan: StepPlan) -> list[Sequence]:
+    def put_into(self, plan: StepPlan) -> list[Sequence]:
         """Moves all pending updates into a plan. Returns the sequences that they concern."""
         if not (self._sources or self._shortened or self._replaced):
             return []
-        told = [*self._sources, *self._shortened, *self._replaced]
+        sequences = [*self._sources, *self._shortened, *self._replaced]
         for seq, source in self._sources.items():
             moves = seq not in self._forked
             plan.row_forks.append(RowFork(seq.row, source, seq.seq_id, seq.request.noise(seq.index), moves))
         plan.lengths += [(seq.row, seq.num_tokens) for seq in self._shortened]
         plan.last_ids += [(seq.row, seq.token_ids[-1]) for seq in self._replaced]
-        for news in (self._sources, self._shortened, self._replaced):
-            news.clear()
+        for pending in (self._sources, self._shortened, self._replaced):
+            pending.clear()
         self._forked.clear()
-        return told
+        return sequences

@@ -68,7 +68,7 @@ class Scheduler:
         self.rows = Rows(limits.max_num_seqs)
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
-        self._told: dict[int, list[Sequence]] = {}  # step -> sequences whose row updates it contains, if any
+        self._updated: dict[int, list[Sequence]] = {}  # step -> sequences whose row updates it contains, if any
         self.pins = Pins(kv, self.limits, self.stats, clock)
         links = max(LINKS_PER_STEP, limits.max_num_batched_tokens // kv.block_size)  # no fewer than a step computes
         self.admission = Admission(kv, self.waiting, self.running, self.rows, self.pins, self.stats, clock, links)
@@ -150,8 +150,8 @@ class Scheduler:
                 self._fork(parent, plan)
         if self.beams.groups:
             self.beams.unpark(plan)
-        if told := self.rows.tell(plan):
-            self._told[plan.step] = told
+        if updated := self.rows.put_into(plan):
+            self._updated[plan.step] = updated
         budget, starved = self._plan_running(plan, planned)
         if self.waiting and not (preempted or starved):
             for seq, count in self.admission.admit(plan, budget, self.mask_turns):
@@ -284,7 +284,7 @@ class Scheduler:
         deltas: list[Delta] = []
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
         planned = self._planned.pop(plan.step)
-        self._told.pop(plan.step, None)
+        self._updated.pop(plan.step, None)
         turns, drafts = max(1, len(planned) // SEALS_PER_STEP), plan.drafts
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         searched: dict[Request, int] = {}  # with beams -> tokens received
@@ -356,7 +356,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """Handles a plan that was not executed: every request in it ends with an error."""
         hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share its blocks
-        hurt += [seq.request for seq in self._told.pop(plan.step, ())]
+        hurt += [seq.request for seq in self._updated.pop(plan.step, ())]
         moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
         hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
         return [delta for request in hurt for delta in self.fail_request(request, message)]

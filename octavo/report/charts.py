@@ -43,8 +43,8 @@ def parts_bar(parts: Sequence[Part]) -> Html:
         legend.append(tag("rect", class_=kind, x=at, y=y - 10, width=12, height=12))
         legend.append(tag("text", f"{part.label}: {part.shown}", x=at + 18, y=y))
         x += width
-    said = "; ".join(f"{part.label} {part.shown}, {part.value / whole:.0%}" for part in parts)
-    return _svg([*rects, *legend], 64 + 22 * ((len(parts) - 1) // 3), said)
+    description = "; ".join(f"{part.label} {part.shown}, {part.value / whole:.0%}" for part in parts)
+    return _svg([*rects, *legend], 64 + 22 * ((len(parts) - 1) // 3), description)
 
 
 def curves(drawn: Sequence[Curve], across: str, up: str, logarithmic: bool = False) -> Html:
@@ -74,8 +74,8 @@ def curves(drawn: Sequence[Curve], across: str, up: str, logarithmic: bool = Fal
         body.append(tag("polyline", class_=kind, points=path))
         body.append(tag("line", class_=kind, x1=LEFT, x2=LEFT + 30, y1=y, y2=y))
         body.append(tag("text", one.label, x=LEFT + 40, y=y + 4))
-    said = "; ".join(f"{one.label}: {_ends(one.points)}" for one in shown)
-    return _svg(body, height, f"{up} over {across}. {said}")
+    description = "; ".join(f"{one.label}: {_ends(one.points)}" for one in shown)
+    return _svg(body, height, f"{up} over {across}. {description}")
 
 
 def strip(lanes: Sequence[tuple[str, Sequence[int]]], across: str) -> Html:
@@ -99,8 +99,8 @@ def strip(lanes: Sequence[tuple[str, Sequence[int]]], across: str) -> Html:
                 body.append(tag("rect", class_="mark", x=x, y=base - tall, width=max(width - 0.5, 0.8), height=tall))
         body.append(tag("text", f"{sum(counts):,}", class_="small", x=WIDTH - 54, y=base - 6))
     body.append(tag("text", f"{across}, {steps:,} in all", class_="small", x=LABELS, y=LANE * len(lanes) + 18))
-    said = ", ".join(f"{label} {sum(counts):,}" for label, counts in lanes)
-    return _svg(body, LANE * len(lanes) + 26, f"over {steps:,} {across}: {said}")
+    description = ", ".join(f"{label} {sum(counts):,}" for label, counts in lanes)
+    return _svg(body, LANE * len(lanes) + 26, f"over {steps:,} {across}: {description}")
 
 
 class _Linear:
@@ -140,5 +140,5 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _svg(body: Sequence[Html], height: float, said: str) -> Html:
-    return tag("svg", *body, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=said)
+def _svg(body: Sequence[Html], height: float, description: str) -> Html:
+    return tag("svg", *body, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=description)

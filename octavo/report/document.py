@@ -90,7 +90,7 @@ def _fact(name: str, value: str) -> Html:
     return tag("code", value) if name == "command" else joined(value)
 
 
-def said(text: str) -> Html:
+def paragraph(text: str) -> Html:
     return tag("p", text)
 
 

@@ -12,10 +12,10 @@ Where the model thinks, the thought comes first and is free.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.grammar.text import check_limits, joined_grammars
 from octavo.server.state import Server
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.call_reader import ToolCallDelta
-from octavo.text.grammar_text import check_limits, joined_grammars
 from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
 from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
 from octavo.text.tools import ToolChoice, text_parameters, tool_name
@@ -70,21 +70,21 @@ def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) ->
 
 
 def chat_grammar(
-    asked: StructuredOutputsParams | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
+    structured: StructuredOutputsParams | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
 ) -> StructuredOutputsParams | None:
     """Returns the grammar that the answer to `prompt` must follow, or None: the form asked for, calls of the tools offered, or either.
 
     A form that becomes part of a larger grammar, or is not needed, has its limits checked here, because it is not checked later.
     """
     forced = choice.mode == "required"
-    parts: dict[str, StructuredOutputsParams] = {} if asked is None or forced else {"form": asked}
+    parts: dict[str, StructuredOutputsParams] = {} if structured is None or forced else {"form": structured}
     if forced or (parts and tools and form.calls in FAMILIES):
         rules = forced_call(form.calls, tools, form.parallel and choice.name is None)
         parts["calls"] = StructuredOutputsParams(grammar=f"start: answer\n{rules}")
-    if parts == {"form": asked} and form.reasoning == "none":
-        return asked
-    if asked is not None:
-        check_limits(asked)
+    if parts == {"form": structured} and form.reasoning == "none":
+        return structured
+    if structured is not None:
+        check_limits(structured)
     frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt, form.in_thought)
     return StructuredOutputsParams(grammar=joined_grammars(frame, parts)) if parts else None
 

@@ -147,8 +147,8 @@ def _check_field(name: str, value: object, refusal: Refusal) -> None:
 
 def _first_mistake(mistakes: Sequence[ErrorDetails], value: dict[str, Any]) -> RequestError:
     """Returns the error for the client. Each member of a union complains; the one that got deepest into the value fits best."""
-    param, said = max(((_path(one, value), one["msg"].removeprefix("Value error, ")) for one in mistakes), key=lambda pair: len(pair[0]))
-    return RequestError(f"{param}: {said}" if param else said, param or None)
+    param, message = max(((_path(one, value), one["msg"].removeprefix("Value error, ")) for one in mistakes), key=lambda pair: len(pair[0]))
+    return RequestError(f"{param}: {message}" if param else message, param or None)
 
 
 def _path(mistake: ErrorDetails, value: Any) -> str:
@@ -180,10 +180,10 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        said, ours = str(error), error.param or ""
+        message, ours = str(error), error.param or ""
         theirs = names.get(ours, ours)
         error.param = theirs or None
-        error.args = (theirs + said.removeprefix(ours) if said.startswith((f"{ours} ", f"{ours}:")) else said,)
+        error.args = (theirs + message.removeprefix(ours) if message.startswith((f"{ours} ", f"{ours}:")) else message,)
         raise
 
 
@@ -231,7 +231,7 @@ def _is_longer(value: object, most: int) -> bool:
 TYPES = ("text", "json_object", "json_schema")
 
 
-def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
+def structured_outputs_of(extra: object, response_format: object, param: str) -> StructuredOutputsParams | None:
     """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
     by_format = _of_format(response_format, param)
     if extra is None:

@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
-from octavo.server.body import asked_form, named, param_of, read_generation_body, takes
+from octavo.server.body import named, param_of, read_generation_body, structured_outputs_of, takes
 from octavo.server.fields import ChatBody
 from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
@@ -54,10 +54,10 @@ async def _read(
 ) -> tuple[str, AddRequest, AnswerForm]:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs is given, but logprobs is not true", "top_logprobs")
-    asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
+    structured = structured_outputs_of(body.structured_outputs, body.response_format, FORMAT)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     own = {"n": body.n, "max_tokens": longest, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    return await chat_request(request, server, body, own, lambda: body.messages, offered, choice, asked)
+    return await chat_request(request, server, body, own, lambda: body.messages, offered, choice, structured)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta, TokenChoices
-from octavo.server.body import asked_form, named, param_of, read_generation_body, takes
+from octavo.server.body import named, param_of, read_generation_body, structured_outputs_of, takes
 from octavo.server.fields import CompletionBody
 from octavo.server.generation import Frame, Tally, Updates, all_updates, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
@@ -33,8 +33,8 @@ def router(server: Server) -> APIRouter:
         # the engine's name of a field -> its name here
         names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}
         with named(names):
-            asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
-            texts, requests = await completion_requests(request, server, body, asked)
+            structured = structured_outputs_of(body.structured_outputs, body.response_format, FORMAT)
+            texts, requests = await completion_requests(request, server, body, structured)
             answer = _Answer(server, body, texts, requests, names)
         return await respond(request, server, answer, body.stream)
 

@@ -67,22 +67,22 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def _as_api_error(error: BaseException) -> ApiError:
-    said = _without_places(str(error))
+    message = _without_places(str(error))
     if isinstance(error, RequestError):
-        return ApiError(400, said, param=error.param, code=error.code)
+        return ApiError(400, message, param=error.param, code=error.code)
     if isinstance(error, TemplateError):
-        return ApiError(400, said, param="messages")
+        return ApiError(400, message, param="messages")
     if isinstance(error, OverloadError):
-        return ApiError(429, said, code="overloaded", headers=_retry_after(error.retry_after))
+        return ApiError(429, message, code="overloaded", headers=_retry_after(error.retry_after))
     if isinstance(error, UnavailableError):
-        return ApiError(503, said, code=error.code or "unavailable", headers=_retry_after(error.retry_after))
+        return ApiError(503, message, code=error.code or "unavailable", headers=_retry_after(error.retry_after))
     if isinstance(error, DeadlineError):
-        return ApiError(504, said, code="deadline_exceeded")
+        return ApiError(504, message, code="deadline_exceeded")
     if isinstance(error, HTTPException):  # raised by the router: no such route, no such method
         return ApiError(error.status_code, _router_message(error.status_code), headers=error.headers or {})
     if isinstance(error, EngineError):
         logger.error("a request failed in the engine: %s", error)
-        return ApiError(500, said, code=error.code)
+        return ApiError(500, message, code=error.code)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed on this request; see its log", code="internal_error")
 
@@ -92,8 +92,8 @@ def _type_of(status: int) -> str:
 
 
 def _router_message(status: int) -> str:
-    told = {404: "there is no such route", 405: "this route does not support that method"}
-    return told.get(status, HTTPStatus(status).phrase.lower())
+    phrases = {404: "there is no such route", 405: "this route does not support that method"}
+    return phrases.get(status, HTTPStatus(status).phrase.lower())
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -239,8 +239,8 @@ class Keys:
             raise ApiError(403, f"this route needs the admin key{instead}", code="admin_key_required")
         if not admin and (for_admins or (self._users and not user)):
             needed = "the admin key" if for_admins else "an API key"
-            said = "the API key is not valid" if authorization else f"{needed} is needed: Authorization: Bearer KEY"
-            raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            message = "the API key is not valid" if authorization else f"{needed} is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         holder: Holder = "admin" if admin else "user" if user else "nobody"
         name = token.hex() if holder == "user" and len(self._users) > 1 else address
         return Caller(name, may_read_text(self._config, holder, host_name(headers.get(b"host")), headers))

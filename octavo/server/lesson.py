@@ -73,8 +73,8 @@ class Lesson:
             await self._stage_is_ready(scene)
             await self._llm.reset_prefix_cache()
             await asyncio.sleep(EMPTY_SECONDS)
-            self._tell(number, 0)
-            await _Performance(self._llm, scene, lambda: self._tell(number, 1)).run()
+            self._publish(number, 0)
+            await _Performance(self._llm, scene, lambda: self._publish(number, 1)).run()
         finally:
             self._playing.release()
 
@@ -85,7 +85,7 @@ class Lesson:
         while len(engines) > 1 and not all(engine.is_ready or engine.stays_dead for engine in needed):
             await asyncio.sleep(READY_SECONDS)
 
-    def _tell(self, number: int, engine: int) -> None:
+    def _publish(self, number: int, engine: int) -> None:
         """Shows the caption of a scene, and where there are several engines the one to look at from now on."""
         several = {"engine": engine} if len(self._llm.replicas) > 1 else {}
         self._say(number, len(SCENES), {**SCENES[number - 1].caption, **several})
@@ -123,9 +123,9 @@ class _Performance:
                 await self._news.wait_for(lambda: self._ended[before] or self._answered[before] >= tokens)
         async for deltas in self.llm.generate(self._request(part)):
             self._answered[index] += sum(len(delta.token_ids) for delta in deltas)
-            await self._tell()
+            await self._publish()
         self._ended[index] = True
-        await self._tell()
+        await self._publish()
 
     async def _die(self, tokens: int) -> None:
         async with self._news:
@@ -133,7 +133,7 @@ class _Performance:
         self.llm.replicas[0].kill()
         self.on_death()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         async with self._news:
             self._news.notify_all()
 

@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 from octavo import metrics
 from octavo.messages import STEP_TOKENS, EngineFacts, RankNumbers, SchedulerStats
 from octavo.metrics import cumulated
-from octavo.own_file import told_with_tmpdir
+from octavo.own_file import naming_tmpdir
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 HIT_REASONS = ("end", "short", "differs", "evicted", "cold", "off")
@@ -38,8 +38,8 @@ Cells: TypeAlias = "array[float] | memoryview[float]"
 
 
 class Counter:
-    def __init__(self, name: str, told: str, label: str | None = None, values: Sequence[str] = ("",)) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, help_text: str, label: str | None = None, values: Sequence[str] = ("",)) -> None:
+        self.name, self.help_text = name, help_text
         self.size = len(values)
         self._label = label
         self._values = values
@@ -54,15 +54,15 @@ class Counter:
 
     def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
         names = [*labels, self._label] if self._label else [*labels]
-        family = CounterMetricFamily(prefix + self.name, self.told, labels=names)
+        family = CounterMetricFamily(prefix + self.name, self.help_text, labels=names)
         for value, place in self._places.items():
             family.add_metric([*labels.values(), value] if self._label else [*labels.values()], totals[place])
         return family
 
 
 class Histogram:
-    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self.name, self.help_text = name, help_text
         self.size = len(bounds) + 2
         self._bounds = bounds
 
@@ -76,7 +76,7 @@ class Histogram:
         cells[self._sum] += value * times
 
     def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
-        family = HistogramMetricFamily(prefix + self.name, self.told, labels=[*labels])
+        family = HistogramMetricFamily(prefix + self.name, self.help_text, labels=[*labels])
         family.add_metric([*labels.values()], cumulated(self._bounds, totals[self._start : self._sum]), totals[self._sum])
         return family
 
@@ -135,7 +135,7 @@ class Numbers:
 
 def shared_file() -> int:
     """Returns the descriptor of a file for `Numbers`. Other processes inherit it; the file has no name and ends with the last of them."""
-    with told_with_tmpdir():
+    with naming_tmpdir():
         descriptor, path = tempfile.mkstemp(prefix="octavo-numbers-")
         os.unlink(path)
     return descriptor
@@ -145,7 +145,7 @@ def _shared_rows(descriptor: int, num_rows: int, size: int) -> list[Cells]:
     """Maps the file, and fills it if it is empty. A process that is started again goes on with its row."""
     num_bytes = num_rows * size * 8
     if not os.fstat(descriptor).st_size:
-        with told_with_tmpdir(), open(descriptor, "wb", closefd=False) as file:
+        with naming_tmpdir(), open(descriptor, "wb", closefd=False) as file:
             file.write(bytes(num_bytes))  # a full disk raises an error here, and would be a signal later
     cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
     return [cells[row * size : (row + 1) * size] for row in range(num_rows)]
@@ -176,8 +176,8 @@ def engine_families(prefix: str, labels: Mapping[str, str], engines: Sequence[En
     """Yields the gauges and counters of engines, and of the ranks of each."""
     names = [*labels, "engine"]
     found = [([*labels.values(), str(engine.number)], _numbers_of(engine)) for engine in engines]
-    for family, told in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for name, text in told.items():
+    for family, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, text in texts.items():
             metric = family(prefix + name, text, labels=names)
             for own, numbers in found:
                 metric.add_metric(own, numbers[name])
@@ -205,8 +205,8 @@ def _rank_families(prefix: str, labels: Mapping[str, str], engines: Sequence[Eng
     names = [*labels, "engine", "rank", "stage"]
     up = GaugeMetricFamily(f"{prefix}rank_up", "1 while the rank gives signs of life.", labels=names)
     steps = CounterMetricFamily(f"{prefix}rank_steps", "Steps that the rank has made.", labels=names)
-    told = "Time that the rank was in steps: it computed, or waited for other ranks."
-    seconds = CounterMetricFamily(f"{prefix}rank_in_step_seconds", told, labels=names)
+    help_text = "Time that the rank was in steps: it computed, or waited for other ranks."
+    seconds = CounterMetricFamily(f"{prefix}rank_in_step_seconds", help_text, labels=names)
     for engine in engines:
         assert engine.facts is not None
         for one, done in zip(engine.facts.ranks, engine.ranks):

@@ -60,19 +60,19 @@ def router(server: Server) -> APIRouter:
         check_model(server, body.model)
         check_pin(body.name, body.ttl)
         with named({} if body.messages is None else {"prompt": "messages"}):
-            return _told(await _pinned(request, server, body))
+            return _as_dict(await _pinned(request, server, body))
 
     @routes.get("/v1/prefixes")
     async def pinned_prefixes() -> dict[str, object]:
         _check_caller()
-        return {"object": "list", "data": [_told(prefix) for prefix in server.llm.pins.list()]}
+        return {"object": "list", "data": [_as_dict(prefix) for prefix in server.llm.pins.list()]}
 
     @routes.get("/v1/prefixes/{name}")
     async def pinned_prefix(name: str) -> dict[str, object]:
         _check_caller()
         if (found := server.llm.pins.find(name)) is None:
             raise _with_status(no_such_prefix(name))
-        return _told(found)
+        return _as_dict(found)
 
     @routes.delete("/v1/prefixes/{name}")
     async def unpin_prefix(name: str) -> dict[str, object]:
@@ -111,7 +111,7 @@ def _with_status(error: RequestError) -> Exception:
     return error if status is None else ApiError(status, str(error), param=error.param, code=error.code)
 
 
-def _told(prefix: PinnedPrefix) -> dict[str, object]:
+def _as_dict(prefix: PinnedPrefix) -> dict[str, object]:
     left = prefix.seconds_left
     return {
         "object": "prefix",

@@ -116,7 +116,7 @@ class Record:
     def state(self) -> Literal["running", "finished"]:
         return "finished" if self.finished else "running"
 
-    def told(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         samples = [self.samples[at : at + self.n] for at in range(0, len(self.samples), self.n)]
         return {
             "id": self.id,
@@ -125,11 +125,11 @@ class Record:
             "created": round(self.arrival.wall, 3),
             "state": self.state,
             "error": self.error,
-            "prompts": [_told(prompt, its, self.arrival.at) for prompt, its in zip(self.prompts, samples, strict=True)],
+            "prompts": [_prompt_dict(prompt, its, self.arrival.at) for prompt, its in zip(self.prompts, samples, strict=True)],
         }
 
 
-def _told(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[str, object]:
+def _prompt_dict(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[str, object]:
     life = prompt.life or LifeRecord(0.0)
     times = (("queued", life.queued), ("first_scheduled", life.first_scheduled), ("first_token", prompt.first_token))
     return {

@@ -24,6 +24,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.answer_form import AnswerForm, answer_form, chat_grammar
 from octavo.server.body import LARGE_BYTES, are_ids, beams_of, for_beams
 from octavo.server.fields import ChatBody, CompletionBody, GenerationBody, ResponseBody
+from octavo.server.records import current_arrival
 from octavo.server.state import Server
 from octavo.server.turns import Kind
 from octavo.server_config import ServerConfig
@@ -64,12 +65,12 @@ async def chat_request(
     messages: Callable[[], Sequence[Message]],
     offered: list[dict[str, object]],
     choice: ToolChoice,
-    asked: StructuredOutputsParams | None,
+    structured: StructuredOutputsParams | None,
 ) -> tuple[str, AddRequest, AnswerForm]:
     """Returns the text of a conversation, its request, and the form of its answer.
 
     `own`: see `_sampling_params`. `messages`: called in a thread, because there may be many. `offered`: the tools in the prompt.
-    `asked`: the form that the answer must have.
+    `structured`: the form that the answer must have.
     """
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
     beams = beams_of(body, server.config.max_n) if isinstance(body, ChatBody) else None
@@ -83,17 +84,17 @@ async def chat_request(
         form = replace(form, in_thought=True)
     if beams is not None and choice.mode == "required":
         raise RequestError("tool_choice cannot demand a call in a beam search; leave it out, or use_beam_search", "tool_choice")
-    if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
-        written = partial(chat_grammar, asked, form, offered, choice, text)
+    if structured is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
+        written = partial(chat_grammar, structured, form, offered, choice, text)
         params = params if choice.mode != "required" else replace(params, stop=(), stop_token_ids=())  # what ends text ends no call
         params = await _held_to(server, params, await server.threads.run("bodies", request, written))
     return text, AddRequest("", ids, params, *terms, words, beams=beams), form
 
 
 async def completion_requests(
-    request: Request, server: Server, body: CompletionBody, asked: StructuredOutputsParams | None
+    request: Request, server: Server, body: CompletionBody, structured: StructuredOutputsParams | None
 ) -> tuple[list[str | None], list[AddRequest]]:
-    """Returns the text of each prompt that has one, and the requests. `asked`: the form that every answer must have."""
+    """Returns the text of each prompt that has one, and the requests. `structured`: the form that every answer must have."""
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults)
     beams = beams_of(body, server.config.max_n)
@@ -101,19 +102,19 @@ async def completion_requests(
     terms = _terms_of(body, server.config)
     encoded = await _encode_prompts(request, server, body.prompt)
     _check_answers(len(encoded), params.n if beams is None else beams.width, server.config.max_prompts)
-    _check_form(asked, len(encoded))
+    _check_form(structured, len(encoded))
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
-    params = await _held_to(server, params, asked)
+    params = await _held_to(server, params, structured)
     return [text for text, _ in encoded], [AddRequest("", ids, params, *terms, words, beams=beams) for _, ids in encoded]
 
 
-async def _held_to(server: Server, params: SamplingParams, asked: StructuredOutputsParams | None) -> SamplingParams:
+async def _held_to(server: Server, params: SamplingParams, structured: StructuredOutputsParams | None) -> SamplingParams:
     """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
-    if asked is None:
+    if structured is None:
         return params
-    params = replace(params, structured_outputs=asked)
-    await server.grammars.check(asked)
+    params = replace(params, structured_outputs=structured)
+    await server.grammars.check(structured, current_arrival().caller.name)
     return params
 
 
@@ -308,8 +309,8 @@ def _check_totals(
     _check_numbers(params, prompts, limits, echo)
 
 
-def _check_form(asked: StructuredOutputsParams | None, num_prompts: int) -> None:
-    chars = 0 if asked is None else asked.num_chars
+def _check_form(structured: StructuredOutputsParams | None, num_prompts: int) -> None:
+    chars = 0 if structured is None else structured.num_chars
     if chars * num_prompts > MOST_FORM_CHARS:
         message = f"{PARAM} has {chars:,} characters for each of {num_prompts:,} prompts, at most {MOST_FORM_CHARS:,} in all are allowed"
         raise RequestError(f"{message}; send fewer prompts at once", PARAM)

@@ -21,7 +21,7 @@ from octavo.errors import RequestError
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
 from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, reasoning_counters
-from octavo.server.body import asked_form, named, param_of, read_generation_body, takes
+from octavo.server.body import named, param_of, read_generation_body, structured_outputs_of, takes
 from octavo.server.fields import ResponseBody
 from octavo.server.generation import Tally, Updates, all_updates, collect, event, respond
 from octavo.server.requests import chat_request, timeout_of
@@ -48,11 +48,11 @@ def router(server: Server) -> APIRouter:
         tools, choice = tools_of(body)
         names = NAMES | {PARAM: param_of(body.structured_outputs, FORMAT, choice)}
         with named(names):
-            asked = asked_form(body.structured_outputs, body.text and body.text.format, FORMAT)
+            structured = structured_outputs_of(body.structured_outputs, body.text and body.text.format, FORMAT)
             own = {"max_tokens": body.max_output_tokens}
             offered = choice.offered(tools)
             text, engine_request, form = await chat_request(
-                request, server, body, own, partial(messages_of, body), offered, choice, asked
+                request, server, body, own, partial(messages_of, body), offered, choice, structured
             )
         watch = server.observer.watch("resp_", [engine_request])
         updates = all_updates(server.llm, [engine_request], timeout_of(body, server.config), names, watch)
@@ -64,16 +64,16 @@ def router(server: Server) -> APIRouter:
 
 def messages_of(body: ResponseBody) -> list[dict[str, object]]:
     """Returns the conversation as messages of a chat. Raises RequestError, which names the field of the response."""
-    said: list[dict[str, object]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    system: list[dict[str, object]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not body.input:
         raise RequestError("the input is empty", "input")
     if isinstance(body.input, str):
-        return [*said, {"role": "user", "content": body.input}]
+        return [*system, {"role": "user", "content": body.input}]
     check_count(body.input, "input")
     messages = [_message(item, f"input[{position}]") for position, item in enumerate(body.input)]
     with _in_other_words("messages", "input"):
         check_messages(messages)
-    return said + _calls_joined(messages)
+    return system + _calls_joined(messages)
 
 
 def tools_of(body: ResponseBody) -> tuple[list[dict[str, object]], ToolChoice]:
@@ -280,21 +280,21 @@ class Output:
     def add(self, part: Part) -> str:
         """Adds a part to the last item, or closes that one and opens another; returns the events for it."""
         kind, text = _kind_and_text(part)
-        told = ""
+        events = ""
         is_new_call = isinstance(part, ToolCallDelta) and part.id is not None
         if not self.items or self.items[-1].kind != kind or is_new_call:
-            told = self.close("completed") + self._open(Item(kind, len(self.items), part if isinstance(part, ToolCallDelta) else None))
+            events = self.close("completed") + self._open(Item(kind, len(self.items), part if isinstance(part, ToolCallDelta) else None))
         item = self.items[-1]
         item.texts.append(text)
         logprobs: dict[str, object] = {"logprobs": []} if kind == "message" else {}
-        return told + (self.event(f"{EVENTS[kind]}.delta", {**item.where, "delta": text, **logprobs}) if text else "")
+        return events + (self.event(f"{EVENTS[kind]}.delta", {**item.where, "delta": text, **logprobs}) if text else "")
 
     def _open(self, item: Item) -> str:
         self.items.append(item)
-        told = self.event("output_item.added", {"output_index": item.place, "item": item.written()})
+        events = self.event("output_item.added", {"output_index": item.place, "item": item.written()})
         if item.kind == "function_call":
-            return told
-        return told + self.event("content_part.added", {**item.where, "part": item.part()})
+            return events
+        return events + self.event("content_part.added", {**item.where, "part": item.part()})
 
     def close(self, status: str) -> str:
         """Closes the last item if it is still open, and returns the events for it."""
@@ -305,12 +305,12 @@ class Output:
         name = f"{EVENTS[item.kind]}.done"
         if item.kind == "function_call":
             assert item.call is not None
-            told = self.event(name, {**item.where, "arguments": item.text, "name": item.call.name})
+            events = self.event(name, {**item.where, "arguments": item.text, "name": item.call.name})
         else:
             logprobs: dict[str, object] = {"logprobs": []} if item.kind == "message" else {}
-            told = self.event(name, {**item.where, "text": item.text, **logprobs})
-            told += self.event("content_part.done", {**item.where, "part": item.part()})
-        return told + self.event("output_item.done", {"output_index": item.place, "item": item.written()})
+            events = self.event(name, {**item.where, "text": item.text, **logprobs})
+            events += self.event("content_part.done", {**item.where, "part": item.part()})
+        return events + self.event("output_item.done", {"output_index": item.place, "item": item.written()})
 
 
 def _kind_and_text(part: Part) -> tuple[Kind, str]:

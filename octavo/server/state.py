@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.replica import State
+from octavo.grammar.checker import GrammarChecker, first_pieces
 from octavo.inspector.hub import ViewHub
 from octavo.inspector.recorder import Recorder
-from octavo.server.grammar_check import GrammarChecker, first_pieces
 from octavo.server.records import Observer
 from octavo.server.turns import MOST_BYTES, MOST_STARTS, Threads, TurnQueue
 from octavo.server_config import ServerConfig

@@ -96,7 +96,7 @@ def _add_observed(routes: APIRouter, server: Server) -> None:
         record = server.observer.records.get(id)
         if record is None or not current_arrival().caller.may_read(record.arrival.caller):
             raise ApiError(404, "there is no record with this id, or it is no longer kept", param="id", code="request_not_found")
-        return record.told()
+        return record.to_dict()
 
     if server.config.inspector:
 

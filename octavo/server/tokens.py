@@ -46,15 +46,15 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/tokenize", openapi_extra=takes(Tokenize))
     async def tokenize(request: Request) -> Response:
-        asked = await read_body(request, Tokenize, REFUSED)
-        check_model(server, asked.model)
-        return _answer(await server.threads.run("tokenize", request, partial(_tokenized, server, asked)))
+        body = await read_body(request, Tokenize, REFUSED)
+        check_model(server, body.model)
+        return _answer(await server.threads.run("tokenize", request, partial(_tokenized, server, body)))
 
     @routes.post("/detokenize", openapi_extra=takes(Detokenize))
     async def detokenize(request: Request) -> Response:
-        asked = await read_body(request, Detokenize, FIELDS | BEAM_FIELDS)
-        check_model(server, asked.model)
-        return _answer(await server.threads.run("tokenize", request, partial(_detokenized, server, asked.tokens)))
+        body = await read_body(request, Detokenize, FIELDS | BEAM_FIELDS)
+        check_model(server, body.model)
+        return _answer(await server.threads.run("tokenize", request, partial(_detokenized, server, body.tokens)))
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str | None]:
@@ -68,10 +68,10 @@ def _answer(body: str) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _tokenized(server: Server, asked: Tokenize) -> str:
-    ids = _encode(server, asked)
+def _tokenized(server: Server, body: Tokenize) -> str:
+    ids = _encode(server, body)
     answer = f'{{"count":{len(ids)},"max_model_len":{server.llm.facts.limits.max_model_len},"tokens":{_listed(ids)}'
-    if asked.return_token_strs:
+    if body.return_token_strs:
         answer += f',"token_strs":{_listed([server.llm.tokenizer.token(token_id) for token_id in ids])}'
     return answer + "}"
 
@@ -82,14 +82,14 @@ def _listed(items: Sequence[int | str]) -> str:
     return f"[{','.join([json.dumps(items[start : start + _PIECE], separators=(',', ':'))[1:-1] for start in starts])}]"
 
 
-def _encode(server: Server, asked: Tokenize) -> list[int]:
-    if asked.messages is not None:
-        text = server.llm.encoder.render_chat(asked.messages)
+def _encode(server: Server, body: Tokenize) -> list[int]:
+    if body.messages is not None:
+        text = server.llm.encoder.render_chat(body.messages)
         _check_length(text, "messages")
-        return server.llm.tokenizer.encode(text, bool(asked.add_special_tokens))
-    assert asked.prompt is not None
-    _check_length(asked.prompt, "prompt")
-    return server.llm.tokenizer.encode(asked.prompt, asked.add_special_tokens is not False)
+        return server.llm.tokenizer.encode(text, bool(body.add_special_tokens))
+    assert body.prompt is not None
+    _check_length(body.prompt, "prompt")
+    return server.llm.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
 
 def _check_length(text: str, param: str) -> None:

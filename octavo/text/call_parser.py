@@ -26,7 +26,7 @@ class Reader(Protocol):
 
     def take(self, text: str, at: int) -> int: ...
 
-    def news(self) -> list[ToolCallDelta]: ...
+    def new_deltas(self) -> list[ToolCallDelta]: ...
 
 
 class CallParser:
@@ -75,7 +75,7 @@ class CallParser:
 
     def _inside(self, call: Reader, text: str, at: int, pieces: list[AnswerPiece]) -> int:
         at = call.take(text, at)
-        pieces += call.news()
+        pieces += call.new_deltas()
         if call.over:
             self._end(call, pieces)
         elif at < len(text):  # the reader wants to see more first

@@ -189,7 +189,7 @@ class OneCall:
         """The text of the call so far. It is kept only until something is given out."""
         return "".join(self._text)
 
-    def news(self) -> list[ToolCallDelta]:
+    def new_deltas(self) -> list[ToolCallDelta]:
         if self._name is None or not self._arguments or not (self._stream or self.stands):
             return []
         deltas = [] if self.given else [ToolCallDelta(self._index, "", f"call_{secrets.token_hex(12)}", self._name)]

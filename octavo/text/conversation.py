@@ -33,7 +33,7 @@ def _check_message(message: object, where: str) -> dict[str, object]:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
         raise RequestError(f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    if role == "tool" and not (isinstance(told := message.get("tool_call_id"), str) and told):
+    if role == "tool" and not (isinstance(call_id := message.get("tool_call_id"), str) and call_id):
         raise RequestError(f"{where}.tool_call_id is missing: it says which call this answers", param=f"{where}.tool_call_id")
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     if role == "assistant" and calls:  # the calls may be all it said

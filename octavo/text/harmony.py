@@ -13,8 +13,7 @@ import re
 from typing import Literal
 
 from octavo.text.call_parser import AnswerPiece, CallParser
-from octavo.text.pieces import Piece
-from octavo.text.tags import half_tag
+from octavo.text.tags import Piece, half_tag
 
 CHANNEL, START, MESSAGE, CALL = "<|channel|>", "<|start|>", "<|message|>", "<|call|>"
 ENDS = ("<|end|>", CALL, "<|return|>", START)

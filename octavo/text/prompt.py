@@ -91,9 +91,9 @@ class PromptEncoder:
         They are what two such conversations have in common. Some templates write the last message in another way, and some write a
         system message into the first question.
         """
-        is_asked = check_messages(messages)[-1]["role"] == "user"
-        next_message = {"role": "assistant" if is_asked else "user", "content": "Yes"}
-        one = messages if is_asked else [*messages, {"role": "user", "content": "1. No"}]  # if it is asked, an answer may begin
+        ends_with_user = check_messages(messages)[-1]["role"] == "user"
+        next_message = {"role": "assistant" if ends_with_user else "user", "content": "Yes"}
+        one = messages if ends_with_user else [*messages, {"role": "user", "content": "1. No"}]  # if it is asked, an answer may begin
         try:
             first, second = (self.encode_chat(each, tools, options, limit)[1] for each in (one, [*messages, next_message]))
         except TemplateError:  # nothing may follow
@@ -116,8 +116,8 @@ class PromptEncoder:
             raise RequestError(message, "tools", "unsupported_parameter")
         thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
         if goes_on and (thought := _thought_of(plain[-1])):
-            asked = template.render(plain[:-1], True, tools, thinking)
-            return begun_answer(asked, given or self.template or "", thought, str(plain[-1]["content"]))
+            question = template.render(plain[:-1], True, tools, thinking)
+            return begun_answer(question, given or self.template or "", thought, str(plain[-1]["content"]))
         text = template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
         if goes_on:
             text = _open_last_message(text, str(plain[-1]["content"]))

@@ -13,8 +13,7 @@ from typing import Literal
 
 from octavo.text import harmony
 from octavo.text.harmony import CHANNEL, HarmonySplitter
-from octavo.text.pieces import Piece, Splitter
-from octavo.text.tags import MAX_SPACES, SPACE, half_tag, tag_start
+from octavo.text.tags import MAX_SPACES, SPACE, Piece, Splitter, half_tag, tag_start
 
 OPEN, CLOSE = "<think>", "</think>"
 

@@ -1,15 +1,45 @@
-"""Tags in text that arrives in pieces: `</think>`, `<tool_call>`. White space next to a tag belongs to it.
+"""Tags in text that arrives in parts: `</think>`, `<tool_call>`. White space next to a tag belongs to it.
+
+A splitter takes an answer apart into pieces: thinking, content, and tags, which belong to neither.
 
     "It is prime.\\n\\n</thi" | "nk>"      the tail that may become a tag is held back: at most MAX_SPACES and a half tag,
-                                        so that no text, however odd, makes a piece cost more than its length
+                                        so that no text, however odd, makes a part cost more than its length
 """
 
 import re
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 SPACE = " \t\r\n"
 MAX_SPACES = 8
 
 _SPACES = re.compile(f"[{SPACE}]*+")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    kind: Literal["reasoning", "tag", "content"]
+    text: str
+
+
+class Splitter(Protocol):
+    @property
+    def thought(self) -> bool:
+        """Whether there is any thinking, as far as is known."""
+        ...
+
+    @property
+    def answering(self) -> bool:
+        """Whether the thinking is over."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes the next text. Returns the pieces that are now certain: only what may still become a tag is held back."""
+        ...
+
+    def flush(self) -> list[Piece]:
+        """Ends the answer. Returns what was held back, as the text that it looks like."""
+        ...
 
 
 def skip_space(text: str, at: int) -> int:

@@ -215,9 +215,9 @@ def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     backend.no_truncation()
     backend.no_padding()
     for token in raw.get("added_tokens") or []:  # the library counts on from the last id, whatever the file says
-        content, said, given = token["content"], token["id"], backend.token_to_id(token["content"])
-        if content and given != said:
-            raise LoadError(f"{path}: added token {reprlib.repr(content)} has id {said} but would get {given}: ids must follow on")
+        content, stored_id, given = token["content"], token["id"], backend.token_to_id(token["content"])
+        if content and given != stored_id:
+            raise LoadError(f"{path}: added token {reprlib.repr(content)} has id {stored_id} but would get {given}: ids must follow on")
     return backend, num_ids
 
 

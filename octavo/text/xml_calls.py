@@ -137,5 +137,5 @@ class EitherReader:
             self._json.take(text, at)
         return self._reader.take(text, at)
 
-    def news(self) -> list[ToolCallDelta]:
-        return self._reader.news()
+    def new_deltas(self) -> list[ToolCallDelta]:
+        return self._reader.new_deltas()

@@ -52,7 +52,7 @@ class Compilers:
     def __init__(self, process: "subprocess.Popen[str] | None" = None) -> None:
         self.seconds_waited = 0.0
         self._process = process
-        self._asked = ""
+        self._request = ""
         self._known: set[str] | None = None  # None: the list has not arrived yet
         self._coming: set[str] = set()
 
@@ -69,11 +69,11 @@ class Compilers:
 
     def compile(self, wanted: Wanted) -> None:
         """Starts the compilation, and returns at once."""
-        self._asked = json.dumps(asdict(wanted))
+        self._request = json.dumps(asdict(wanted))
         if self._process is None or self._process.stdin is None:
             return
         try:
-            os.write(self._process.stdin.fileno(), self._asked.encode() + b"\n")
+            os.write(self._process.stdin.fileno(), self._request.encode() + b"\n")
         except OSError as error:  # the process has died
             logger.debug("Kernels are not compiled ahead: %r", error)
 
@@ -120,7 +120,7 @@ class Compilers:
 
         from octavo.worker.kernel_calls import kernel_keys
 
-        decides = [self._asked, sys.version, triton_key(), str(sorted(get_cache_invalidating_env_vars().items())), *kernel_keys()]
+        decides = [self._request, sys.version, triton_key(), str(sorted(get_cache_invalidating_env_vars().items())), *kernel_keys()]
         return Path(knobs.cache.dir) / f"octavo-{hashlib.sha256(' '.join(decides).encode()).hexdigest()}"
 
     def _before_compiling(self, *, key: str, fn: Any, **_: Any) -> None:

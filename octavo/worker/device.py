@@ -89,12 +89,12 @@ class Choice:
         return f"{self.device}: {self.why}"
 
 
-def device_here(asked: str) -> Choice:
+def device_here(requested: str) -> Choice:
     """Returns the device of this process. The GPU is not touched if the CPU was requested."""
     build = torch_build()
     if refusal := platform_refusal(platform.system()) or torch_refusal(build):
         raise ConfigError(refusal)
-    return choose_device(asked, Found(build, nvidia_signs()) if asked == "cpu" else find())
+    return choose_device(requested, Found(build, nvidia_signs()) if requested == "cpu" else find())
 
 
 def find() -> Found:
@@ -108,9 +108,9 @@ def nvidia_signs() -> bool:
     return any(sign.exists() for sign in GPU_SIGNS)
 
 
-def compilers_for(asked: str) -> Compilers:
+def compilers_for(requested: str) -> Compilers:
     """Returns processes that compile GPU kernels while this one starts, or none if no GPU can be used."""
-    return Compilers.start() if asked != "cpu" and nvidia_signs() and _version("triton") else Compilers()
+    return Compilers.start() if requested != "cpu" and nvidia_signs() and _version("triton") else Compilers()
 
 
 def torch_gpu() -> tuple[Gpu | None, str]:
@@ -186,15 +186,15 @@ def _gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(DRIVER_GPUS.glob("*"))]
 
 
-def choose_device(asked: str, found: Found) -> Choice:
+def choose_device(requested: str, found: Found) -> Choice:
     """Returns the device and the reason, with a hint if a GPU is left unused."""
-    if asked == "cpu":
+    if requested == "cpu":
         return Choice("cpu", "as asked for")
     lack = missing(found)
     if lack is None:
         return Choice("cuda", f"{found.gpu}, Triton {found.triton}", found.gpu)
     why = f"{lack.what} ({lack.help})" if lack.help else lack.what
-    if asked == "cuda":
+    if requested == "cuda":
         raise ConfigError(f"--device is cuda, but no GPU can be used: {why}; --device auto takes the CPU then")
     return Choice("cpu", why)
 

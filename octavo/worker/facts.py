@@ -94,8 +94,8 @@ class Facts:
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be quantised but cannot be."""
-        asked = self.config.quantization
-        wanted = [one for one in self.kept if asked in ("int8", "int4") or self.shape.expands(one, asked)]
+        quantization = self.config.quantization
+        wanted = [one for one in self.kept if quantization in ("int8", "int4") or self.shape.expands(one, quantization)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
         why = "their parts cannot be merged or split, or their rows are not of whole groups"
@@ -212,9 +212,9 @@ def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, rank
     """
     if config.load_format == "dummy":
         return dummy_shape(source, model).of_rank(*ranks)
-    shape, asked = shape_of(source, model).of_rank(*ranks), config.quantization
-    if shape.packed and asked in ("int8", "int4"):
+    shape, quantization = shape_of(source, model).of_rank(*ranks), config.quantization
+    if shape.packed and quantization in ("int8", "int4"):
         logger.warning("The weights are quantised already and are quantised again; --quantization auto keeps them as they are")
-    if not computes_codes and asked in ("int8", "int4"):
-        logger.warning("--quantization %s saves no memory here: torch computes with floats", asked)
+    if not computes_codes and quantization in ("int8", "int4"):
+        logger.warning("--quantization %s saves no memory here: torch computes with floats", quantization)
     return shape

@@ -27,8 +27,8 @@ def check_gpus(config: EngineConfig, debug: Debug) -> None:
     """Refuses more ranks than GPUs, before anything starts."""
     there = torch.cuda.device_count()
     if config.num_ranks > there and debug.comm != "gloo":
-        asked = f"tensor_parallel_size {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
-        raise ConfigError(f"{asked} need {config.num_ranks} GPUs, and CUDA shows {there}: lower them, or set device to cpu")
+        sizes = f"tensor_parallel_size {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
+        raise ConfigError(f"{sizes} need {config.num_ranks} GPUs, and CUDA shows {there}: lower them, or set device to cpu")
 
 
 def alone_with_nccl() -> Place:

@@ -157,11 +157,11 @@ def fast_dtype(level: str | None) -> str:
     return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
 
 
-def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None) -> str:
+def resolve_dtype(requested: str, stored: str | None, device: str, level: str | None) -> str:
     """Returns the dtype of the run. With `auto`, float32 checkpoints stay float32, and all others use the fastest dtype of this CPU; a GPU
     is fast in either 16-bit type. `level`: of the native kernels, if they compute"""
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if device == "cuda":
         return stored if stored in ("float32", "float16") else "bfloat16"
     return "float32" if stored == "float32" else fast_dtype(level)

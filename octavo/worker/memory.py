@@ -64,8 +64,8 @@ def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterat
             raise
         traceback.clear_frames(error.__traceback__)
         gc.collect()
-        said = " ".join(str(error).split())[:120]
-        raise ConfigError(f"memory ran out at start ({said}): {_advice(needs, config, memory(config))}") from error
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"memory ran out at start ({reason}): {_advice(needs, config, memory(config))}") from error
 
 
 def _advice(needs: ModelNeeds, config: ResolvedConfig, now: Memory) -> str:

@@ -112,8 +112,8 @@ class NativeProgram:
             self.place.after.send(self._stream(step))
             return None
         hidden, logits, best = self.compute(step)
-        asked = step.temperature, step.noise, step.draw_positions
-        ids = self._sampling.sample(logits, best, *asked) if self._ranks is None else self._ranks.sample(logits, *asked)
+        parameters = step.temperature, step.noise, step.draw_positions
+        ids = self._sampling.sample(logits, best, *parameters) if self._ranks is None else self._ranks.sample(logits, *parameters)
         result = self._result[: shape.outputs]
         finish(self.table.words, self.table.layout, step, ids, hidden, hidden, result)
         return Forward(step, hidden, logits, result)

@@ -82,7 +82,7 @@ class Room(Struct, tag="room", array_like=True, frozen=True):
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
     plan: StepPlan
-    said: list[tuple[int, int, int]] = []  # row, position, token: sampled by the last stage since the previous plan
+    sampled: list[tuple[int, int, int]] = []  # row, position, token: sampled by the last stage since the previous plan
     events: list[tuple[Event, int, BlockKey | None]] = []  # events of blocks since then, if steps are verified
 
 
@@ -197,7 +197,7 @@ class Diary:
             return Beat(steps, time.monotonic(), self._began)
 
 
-def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
+def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], send: Callable[[Answer], None]) -> None:
     """Builds its part of the model, reports that it is ready, and executes plans until there are no more messages."""
     from octavo.worker.build import build_proven
     from octavo.worker.device import compilers_for
@@ -210,33 +210,33 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
         facts = settle(orders.config, source, load_model_config(source), debug, place)
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
-        geometry = _agreed(facts, messages, tell) if orders.geometry is None else facts.own_cache(orders.geometry)
+        geometry = _agreed(facts, messages, send) if orders.geometry is None else facts.own_cache(orders.geometry)
         runner, shadow = build_proven(facts, geometry, debug, compilers, orders.verify)
         place.wait_at_most(orders.step_seconds)
-        tell(about(orders.rank, orders.cpus, facts, runner))
+        send(about(orders.rank, orders.cpus, facts, runner))
         diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
-        threading.Thread(target=_beat, args=(diary, tell), name="beat", daemon=True).start()
+        threading.Thread(target=_beat, args=(diary, send), name="beat", daemon=True).start()
         for message in map(order, messages):
             if isinstance(message, Forward):
                 diary.begin(message.plan.step)
                 for event in message.events:
                     happened(*event, runner, shadow)
-                runner.table.learn(message.said)
+                runner.table.learn(message.sampled)
                 runner.forward(message.plan)
                 if message.plan.mask_rows:  # their masks are still being computed
                     continue
             pending = runner.sample(masks_of(message) if isinstance(message, Sample) else None)
             diary.end()
             if reports:
-                tell(Result(pending.result()))
+                send(Result(pending.result()))
         with suppress(OSError):  # the parent may be gone
-            tell(msgspec.structs.replace(diary.beat(), compared=0 if shadow is None else shadow.compared.values))
+            send(msgspec.structs.replace(diary.beat(), compared=0 if shadow is None else shadow.compared.values))
 
 
-def _agreed(facts: "Facts", messages: Iterator[bytes], tell: Callable[[Answer], None]) -> CacheGeometry:
+def _agreed(facts: "Facts", messages: Iterator[bytes], send: Callable[[Answer], None]) -> CacheGeometry:
     """Reports how much cache fits here. Returns the cache of this rank with the common size."""
     own = facts.plan_cache(alike=False)
-    tell(Room(own.num_blocks, own.max_model_len))
+    send(Room(own.num_blocks, own.max_model_len))
     room = next(map(order, messages), None)
     if not isinstance(room, Room):
         raise RankLost("rank 0 did not say how large the cache is")
@@ -258,10 +258,10 @@ def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> 
     )
 
 
-def _beat(diary: Diary, tell: Callable[[Answer], None]) -> None:
+def _beat(diary: Diary, send: Callable[[Answer], None]) -> None:
     while True:
         time.sleep(BEAT_SECONDS)
-        tell(diary.beat())
+        send(diary.beat())
 
 
 class Pipe:
@@ -271,7 +271,7 @@ class Pipe:
         self._descriptor = descriptor
         self._lock = threading.Lock()
 
-    def tell(self, message: Answer) -> None:
+    def send(self, message: Answer) -> None:
         with self._lock:
             view = memoryview(encode(message))
             while view:
@@ -299,8 +299,8 @@ def main(parent: int) -> None:
     code = 0
     try:
         place = take_place(orders.ends, orders.rank, orders.config, orders.start_seconds, orders.address)
-        serve(orders, place, bodies(pipe), answers.tell)
+        serve(orders, place, bodies(pipe), answers.send)
     except BaseException as error:
-        answers.tell(failure(error))
+        answers.send(failure(error))
         code = 1
     os._exit(code)  # at once, even if other threads run

@@ -49,7 +49,7 @@ class RankSampling:
         warm = temperature > 0
         if logits.is_cuda:  # a captured step cannot branch on values
             some = zip(*(each.split(AT_ONCE) for each in (warm, logits, temperature, noise, positions)))
-            return torch.cat([self._best(torch.where(warm[:, None], self._warm(*asked), asked[0].float())) for warm, *asked in some])
+            return torch.cat([self._best(torch.where(warm[:, None], self._warm(*rest), rest[0].float())) for warm, *rest in some])
         scores = logits.float().clone()
         if warm.any():
             scores[warm] = self._warm(logits[warm], temperature[warm], noise[warm], positions[warm])
@@ -149,7 +149,7 @@ class RankSampling:
 
     def _kept_of(self, near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
         """Returns which of the nearest tokens of all ranks pass the filters."""
-        return kept(near, self._vocab_size, lambda *asked: self._sum(mass_above(distance, *asked)).unsqueeze(-1), draws)
+        return kept(near, self._vocab_size, lambda *rest: self._sum(mass_above(distance, *rest)).unsqueeze(-1), draws)
 
     def _kept(self, distance: Tensor, draws: Draws) -> Tensor:
         """Returns which tokens of this rank pass the filters. For min-p alone a rank needs no communication."""

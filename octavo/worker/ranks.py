@@ -37,10 +37,9 @@ from octavo.worker.rank_process import (
     encode,
     sample,
 )
-from octavo.worker.request_table import Said
+from octavo.worker.request_table import SampledToken
 from octavo.worker.roster import Roster
 from octavo.worker.shadow import Shadow, happened
-from octavo.worker.tenants import Tenants
 
 OnLost = Callable[[OctavoError], None]
 Build = Callable[[CacheGeometry], tuple[ModelRunner, Shadow | None]]
@@ -165,8 +164,8 @@ class RankedRunner:
         roster.follow(self._diary)
         self._meeting = meeting
         self._stages = meeting.place.stage.count
-        self._tenants = Tenants()
-        self._said: list[Said] = []  # sampled by the last stage since the last plan
+        self._owners = RowOwners()
+        self._sampled: list[SampledToken] = []  # sampled by the last stage since the last plan
         self._events: list[tuple[Event, int, BlockKey | None]] = []  # of blocks, since the last plan
         self._plan = StepPlan(0)
 
@@ -176,13 +175,13 @@ class RankedRunner:
         happened(event, block, key, self.runner, self.shadow)
 
     def forward(self, plan: StepPlan) -> None:
-        said, self._said, self._plan = self._said, [], plan
+        sampled, self._sampled, self._plan = self._sampled, [], plan
         events, self._events = self._events, []
-        self._tenants.apply(plan)
+        self._owners.apply(plan)
         self._diary.begin(plan.step)
         with self._as_one():
-            self.ranks.tell(encode(Forward(plan, said, events)))
-            self.runner.table.learn(said)
+            self.ranks.tell(encode(Forward(plan, sampled, events)))
+            self.runner.table.learn(sampled)
             self.runner.forward(plan)
 
     def sample(self, masks: Masks | None = None) -> Promise:
@@ -199,7 +198,7 @@ class RankedRunner:
         if result is None:
             self.ranks.results.put(None)
             raise self.ranks.explained(RankLost("the ranks gave up"))
-        self._said += self._tenants.said(plan, result)
+        self._sampled += self._owners.sampled_tokens(plan, result)
         return result
 
     @contextmanager
@@ -222,6 +221,28 @@ class RankedRunner:
         self.runner.stop()
         self._meeting.leave()
         self.__dict__.clear()
+
+
+class RowOwners:
+    """Maps sequences to rows. A late token may belong to a row that another sequence has by now."""
+
+    def __init__(self) -> None:
+        self._row: dict[int, int] = {}  # sequence -> row
+        self._sequence: dict[int, int] = {}  # row -> sequence
+
+    def apply(self, plan: StepPlan) -> None:
+        changes = [(fork.row, fork.seq_id) for fork in plan.row_forks] + [(write.row, write.seq_id) for write in plan.row_writes]
+        for row, sequence in changes:
+            before = self._sequence.get(row)
+            if before is not None and self._row.get(before) == row:
+                del self._row[before]
+            self._row[sequence], self._sequence[row] = row, sequence
+
+    def sampled_tokens(self, plan: StepPlan, result: StepResult) -> list[SampledToken]:
+        """Returns the row and position of the last token of each sequence in a step. Accepted drafts before it are in the row already."""
+        rows = [self._row.get(sequence) for sequence in plan.seq_id]
+        sampled = [(entry, row, tokens) for entry, (row, tokens) in enumerate(zip(rows, result.tokens)) if tokens and row is not None]
+        return [(row, plan.sampled_position(entry) + len(tokens) - 1, tokens[-1]) for entry, row, tokens in sampled]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from octavo.step.step_tensors import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_T
 
 Words = NDArray[np.int32]
 Places = NDArray[np.int64]
-Said = tuple[int, int, int]  # row, position, token
+SampledToken = tuple[int, int, int]  # row, position, token
 
 
 class RequestTable:
@@ -75,7 +75,7 @@ class RequestTable:
         """Appends the ids of these rows, of which some may have drafts: row, position of its first id, its output, number of drafts."""
         accept(self.words, self.layout, upload(np.array(drafted, np.int32), self.words.device), ids)
 
-    def learn(self, tokens: list[Said]) -> None:
+    def learn(self, tokens: list[SampledToken]) -> None:
         """Appends tokens that another stage of a pipeline has sampled."""
         runs: list[tuple[int, Words]] = []
         for row, position, token in tokens:

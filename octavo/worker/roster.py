@@ -30,7 +30,7 @@ LEAST_SECONDS = 0.5  # minimum time between two heartbeats to compute a share: t
 class _Life:
     """The state of a rank at its last heartbeat. `offset`: our clock minus its own"""
 
-    heard: float
+    last_beat: float
     offset: float
     at: float = 0.0  # by its own clock
     steps: int = 0
@@ -83,7 +83,7 @@ class Roster:
 
     def numbers(self) -> list[RankNumbers]:
         now = self._clock()
-        return [RankNumbers(life.steps, life.in_steps, life.share, max(now - life.heard, 0.0)) for life in self._lives.values()]
+        return [RankNumbers(life.steps, life.in_steps, life.share, max(now - life.last_beat, 0.0)) for life in self._lives.values()]
 
 
 def _facts(about: "Ready", stages: int, places: int) -> RankFacts:

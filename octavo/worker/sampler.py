@@ -130,7 +130,7 @@ class Sampler:
         for fork, special in zip(plan.row_forks, sources):
             self._set(fork.row, special and replace(special, line=_with_noise(special.line, fork.noise)))
         for write in plan.row_writes:
-            self._set(write.row, self._asked(write))
+            self._set(write.row, self._special_of(write))
 
     def special(self, plan: StepPlan) -> list[int]:
         """Returns the scheduled rows that are sampled and need the full sampler."""
@@ -147,34 +147,34 @@ class Sampler:
         special = self.special(plan)
         if not special and not plan.drafts:
             return NO_RANKINGS
-        asked = self._asked_of(plan, special, masks)
-        for some in _at_once([one for one in asked if one.mask is not None], self._masked_at_once):
+        choices = self._choices_of(plan, special, masks)
+        for some in _at_once([one for one in choices if one.mask is not None], self._masked_at_once):
             words = upload(np.stack([one.mask for one in some if one.mask is not None]), self._device)
             self._draw_again(self._masked(self._chosen(logits, _outputs(some)), words), list(enumerate(some)), ids)
-        self._draw_again(logits, [(one.output, one) for one in asked if one.mask is None and one.special.redrawn], ids)
-        self._append(plan, asked, masks, ids)
-        wanted = [one for one in asked if one.special.logprobs is not None]
+        self._draw_again(logits, [(one.output, one) for one in choices if one.mask is None and one.special.redrawn], ids)
+        self._append(plan, choices, masks, ids)
+        wanted = [one for one in choices if one.special.logprobs is not None]
         if not wanted:
             return NO_RANKINGS
         if self._processed:
             return self._rank_drawn(logits, wanted, ids)
         outputs, counts = _outputs(wanted), _counts(wanted)
-        found = self._sampling.rank(self._chosen(logits, outputs), self._said(ids, outputs), max(counts))
+        found = self._sampling.rank(self._chosen(logits, outputs), self._valid_ids(ids, outputs), max(counts))
         return Rankings(_entries(wanted), counts, found)
 
-    def _asked_of(self, plan: StepPlan, special: list[int], masks: Mapping[int, Masks]) -> list[Chosen]:
+    def _choices_of(self, plan: StepPlan, special: list[int], masks: Mapping[int, Masks]) -> list[Chosen]:
         """Returns the outputs of these scheduled rows."""
-        first, asked = plan.first_outputs(), []
+        first, choices = plan.first_outputs(), []
         for entry in special:
             row, output, position, own = plan.row[entry], first[entry], plan.sampled_position(entry), masks.get(entry)
             for number in range(plan.outputs[entry] if own is None else len(own)):
                 mask = None if own is None else own[number]
-                asked.append(Chosen(output + number, entry, row, position + number, mask, self._special[row]))
-        return asked
+                choices.append(Chosen(output + number, entry, row, position + number, mask, self._special[row]))
+        return choices
 
-    def _append(self, plan: StepPlan, asked: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> None:
+    def _append(self, plan: StepPlan, choices: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> None:
         """Appends the ids of rows that were resampled, or that have drafts."""
-        entries = dict.fromkeys([one.entry for one in asked if one.special.redrawn]) | dict.fromkeys(plan.drafts)
+        entries = dict.fromkeys([one.entry for one in choices if one.special.redrawn]) | dict.fromkeys(plan.drafts)
         first = plan.first_outputs()
         drafted = [
             (plan.row[entry], plan.sampled_position(entry), first[entry], num_drafts(plan, entry, masks) if entry in plan.drafts else 0)
@@ -192,7 +192,7 @@ class Sampler:
             lambda part: self._scores(logits, wanted[part]),
             self._vocab_size,
             _draws(upload(lines, self._device)),
-            self._said(ids, outputs),
+            self._valid_ids(ids, outputs),
             filtered=any(one.special.filtered for one in wanted),
             rank=lambda scores, chosen: self._sampling.rank(scores, chosen, max(counts)),
             cut=drawn_from if self._ranks is None else self._ranks.drawn_from,
@@ -207,11 +207,11 @@ class Sampler:
             free = np.full_like(masks[0], -1)
             words = np.stack([free if one.mask is None else one.mask for one in some])
             chosen = self._masked(chosen, upload(words, self._device))
-        asking = [place for place, one in enumerate(some) if one.special.edits is not None]
-        if not asking:
+        edited = [place for place, one in enumerate(some) if one.special.edits is not None]
+        if not edited:
             return chosen.float()
-        where = upload(np.array(asking, np.int32), self._device)
-        return chosen.float().index_copy(0, where.long(), self._edited(chosen, asking, [some[place] for place in asking]))
+        where = upload(np.array(edited, np.int32), self._device)
+        return chosen.float().index_copy(0, where.long(), self._edited(chosen, edited, [some[place] for place in edited]))
 
     def _edited(self, logits: Tensor, places: list[int], some: list[Chosen]) -> Tensor:
         """Returns the edited rows of logits at these indices, [len(some), V] float32. All of `some` have edits."""
@@ -247,7 +247,7 @@ class Sampler:
             return source[: len(outputs)]
         return source.index_select(0, upload(np.array(outputs, np.int32), self._device))
 
-    def _said(self, ids: Tensor, outputs: list[int]) -> Tensor:
+    def _valid_ids(self, ids: Tensor, outputs: list[int]) -> Tensor:
         """Returns the ids of outputs as valid ids of the vocabulary, also for marked rows."""
         return self._chosen(ids, outputs).clamp(min=0)
 
@@ -257,7 +257,7 @@ class Sampler:
         else:
             self._special[row] = special
 
-    def _asked(self, write: RowWrite) -> Special | None:
+    def _special_of(self, write: RowWrite) -> Special | None:
         params = write.params
         again = redrawn(params, write.bad_words)
         if not again and params.logprobs is None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.bench.figures import number
-from octavo.bench.serving import Asked, keeps, poisson, slo
+from octavo.bench.serving import TimedRequest, keeps, poisson, slo
 from octavo.bench.traces import read_trace, traced
 from octavo.bench.workload import RANDOM_LOADS, Lengths, drawn
 from octavo.cli.args import Parser
@@ -113,11 +113,11 @@ def test_arrivals_follow_rate_and_seed(tmp_path: Path) -> None:
 
 
 def test_a_request_keeps_all_bounds_or_none() -> None:
-    answered = Asked(due=0, sent=1.0, pieces=[1.25, 1.5, 2.5], ended=3.0, output_tokens=3, status=200)
+    answered = TimedRequest(due=0, sent=1.0, pieces=[1.25, 1.5, 2.5], ended=3.0, output_tokens=3, status=200)
     for bound, seconds in {"ttft": 0.25, "itl": 1.0, "tpot": 0.875, "e2e": 2.0}.items():
         roomy = {"ttft": 9.0, "itl": 9.0, "tpot": 9.0, "e2e": 9.0}
         assert keeps(answered, roomy | {bound: seconds}) and not keeps(answered, roomy | {bound: seconds - 0.01})
-    assert keeps(Asked(due=0, sent=1.0, pieces=[1.0], ended=1.0, output_tokens=1), slo("itl:1ms,tpot:0.5ms"))  # nothing to wait for
+    assert keeps(TimedRequest(due=0, sent=1.0, pieces=[1.0], ended=1.0, output_tokens=1), slo("itl:1ms,tpot:0.5ms"))  # nothing to wait for
     assert not keeps(replace(answered, error="it broke"), {"ttft": 9.0})
 
 

@@ -171,7 +171,7 @@ def test_news_and_view_do_not_disturb_each_other(view_first: bool) -> None:
     else:
         news, view = CacheUpdates(engine.pool), view_of(engine.core)
     for number, wanted in enumerate(("none", "full", "delta", "none", "full", "none")):
-        view.ask("watcher", wanted)
+        view.request("watcher", wanted)
         engine.add(str(number), [number] * 13, sampling(2))
         engine.run()
         assert news.take() is not None

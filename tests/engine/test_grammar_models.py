@@ -9,9 +9,9 @@ import pytest
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo import llm as llm_module
 from octavo.errors import RequestError, UnavailableError
+from octavo.grammar import text as limits
 from octavo.messages import AddRequest
 from octavo.outputs import RequestOutput
-from octavo.text import grammar_text as limits
 from tests.support.engine_process import engine_process, is_idle, read, run, until
 
 SCHEMA = {

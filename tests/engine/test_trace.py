@@ -84,7 +84,7 @@ def test_an_engine_that_died_and_its_successor_share_a_file(tmp_path: Path) -> N
 def test_what_was_done_is_written_when_the_last_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool) -> None:
     monkeypatch.setattr(trace, "FLUSH_NS", 10**18)
     engine = traced(tmp_path / "t.json")
-    view_of(engine.core).ask("watcher", "full" if watched else "none")
+    view_of(engine.core).request("watcher", "full" if watched else "none")
     for name in "ab":
         engine.add(name, [1, 2, 3], sampling(50))
     for _ in range(5):

@@ -23,6 +23,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     **{room: frozenset() for room in BASE},
     "policy": frozenset(),
     "text": frozenset(),
+    "grammar": frozenset({"policy", "text"}),
     "client": frozenset(),
     "report": frozenset(),
     "step": frozenset(),
@@ -36,10 +37,10 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "loading": frozenset({"policy", "text", "kernels", "attention", "quant", "layers", "models", "sizing"}),
     "worker": frozenset({"policy", "step", "kernels", "comm", "attention", "quant", "layers", "models", "sizing", "loading"}),
     "inspector": frozenset({"client", "policy", "text"}),
-    "engine": frozenset({"inspector", "policy", "text", "sizing", "loading", "worker"}),
-    "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
-    "async_llm": frozenset({"text", "loading", "engine"}),
-    "server": frozenset({"client", "inspector", "policy", "text", "loading", "engine"}),
+    "engine": frozenset({"inspector", "policy", "text", "grammar", "sizing", "loading", "worker"}),
+    "llm": frozenset({"policy", "text", "grammar", "loading", "worker", "engine"}),
+    "async_llm": frozenset({"text", "grammar", "loading", "engine"}),
+    "server": frozenset({"client", "inspector", "policy", "text", "grammar", "loading", "engine"}),
     "bench": frozenset({"client", "report", "policy", "text", "sizing", "loading", "worker", "engine", "llm"}),
     "cli": frozenset(
         {"client", "report", "inspector", "policy", "text", "sizing", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}

@@ -80,7 +80,7 @@ class WatchedMachine(EngineMachine):
     @rule(name=NAMES)
     def leave(self, name: str) -> None:
         if self.readers.pop(name, None) is not None:
-            self.view.ask(name, "none")
+            self.view.request(name, "none")
 
     def _look(self, name: str) -> None:
         count = self.readers[name].look(self.sealed_ids)
@@ -299,10 +299,10 @@ def test_a_busy_engine_works_a_hundred_times_as_long_as_it_takes_to_gather_a_fra
     engine = FakeEngine()
     now = iter([float(at) for at in range(1000)])  # whoever asks for the time takes a second
     view = view_of(engine.core, clock=lambda: next(now) / 1000)
-    view.ask("w", "full")
+    view.request("w", "full")
     assert view.frames(busy=True), "the first is due"
     due = view._watchers["w"].due
-    view.ask("w", "delta")
+    view.request("w", "delta")
     engine.add("a", [1, 2], sampling(3))
     engine.step()
     assert view.frames(busy=True) == []
@@ -310,7 +310,7 @@ def test_a_busy_engine_works_a_hundred_times_as_long_as_it_takes_to_gather_a_fra
     assert view.frames(busy=False), "nothing follows: it is told now"
     while view._clock() < due + 0.2:
         pass
-    view.ask("w", "delta")
+    view.request("w", "delta")
     engine.step()
     assert view.frames(busy=True)
 
@@ -331,12 +331,12 @@ def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
             engine.add(f"r{number}", list(range(number, 14)), sampling(9, n=2))
         while engine.core.has_work:
             if view is not None:
-                view.ask("w", "delta" if told else "full")
+                view.request("w", "delta" if told else "full")
             engine.step()
             told += [frame.error for _, frame in view.frames(busy=False)] if view is not None else []
         if view is not None:
             assert told[-1] == FAILED and set(told) <= {"", FAILED}
-            view.ask("late", "full")
+            view.request("late", "full")
             assert [(client, frame.error) for client, frame in view.frames(busy=False)] == [("late", FAILED)]
             assert view.frames(busy=False) == []
             assert engine.pool.on_event == engine._on_event and not view._watchers

@@ -35,7 +35,7 @@ def test_a_pinned_prefix_is_found_whole_after_any_number_of_other_prompts(groups
     engine = FakeEngine(block_size=2, num_blocks=blocks, max_len=32, budget=16, rows=2, groups=groups, depth=depth)
     engine.pin("one", PROMPT)
     engine.run()
-    (state,) = engine.scheduler.pins.told()
+    (state,) = engine.scheduler.pins.states()
     span = max(engine.kv.spans)
     assert state.held and state.num_tokens == len(PROMPT) // span * span and state.num_blocks == len(engine.pool.pinned)
     flood(engine)
@@ -57,7 +57,7 @@ def test_a_pin_helps_only_requests_with_its_salt() -> None:
     assert found(engine, "without", [*PROMPT, 1]) == (0, 0)
     assert found(engine, "theirs", [*PROMPT, 1], "theirs") == (0, 0)
     assert found(engine, "mine", [*PROMPT, 1], "mine") == (24, 24)
-    assert engine.scheduler.pins.told()[0].hits == 1
+    assert engine.scheduler.pins.states()[0].hits == 1
 
 
 # promise: max-pinned-blocks, pinned-prefix
@@ -113,7 +113,7 @@ def test_a_pin_ends_in_the_middle_of_its_use_and_nobody_notices() -> None:
     while engine.scheduler.step < 8:
         engine.step()
     engine.scheduler.pins.expire()
-    assert not engine.scheduler.pins.told() and engine.scheduler.running
+    assert not engine.scheduler.pins.states() and engine.scheduler.running
     assert engine.scheduler.pins.seconds_left() is None
     engine.run()
     engine.assert_idle()
@@ -187,6 +187,6 @@ def test_counts_of_engines_before_go_on() -> None:
     engine.add("one", PROMPT, COMPUTE, pin=PinOrder("one", None, hits=3, tokens_saved=72))
     engine.run()
     found(engine, "later", [*PROMPT, 1])
-    (state,) = engine.scheduler.pins.told()
+    (state,) = engine.scheduler.pins.states()
     assert (state.hits, state.tokens_saved) == (4, 96)
     assert engine.scheduler.stats.pin_hits == 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.inspector.lines import told_ranks
+from octavo.inspector.lines import rank_lines
 from octavo.messages import RankFacts
 from tests.server.test_metrics import samples_of
 from tests.server.test_view import Watching
@@ -97,8 +97,8 @@ def test_every_rank_is_told_with_what_it_did(how: str, tmp_path: Path) -> None:
 
 def test_hosts_are_told_where_ranks_are_on_several() -> None:
     one = RankFacts(0, 0, 1, 0, 2, 5, "first", "0-3", "cpu", "torch", 0, 4, 100)
-    assert [rank.get("host") for rank in told_ranks([one, replace(one, rank=1)])] == [None, None]
-    assert [rank.get("host") for rank in told_ranks([one, replace(one, rank=1, host="second")])] == ["first", "second"]
+    assert [rank.get("host") for rank in rank_lines([one, replace(one, rank=1)])] == [None, None]
+    assert [rank.get("host") for rank in rank_lines([one, replace(one, rank=1, host="second")])] == ["first", "second"]
 
 
 def test_one_rank_is_not_told(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from octavo.grammar.child import trial_guide
+from octavo.grammar.text import grammar_text
 from octavo.server.answer_form import AnswerForm, chat_grammar
-from octavo.server.grammar_child import trial_guide
 from octavo.structured_outputs import structured_outputs
-from octavo.text.grammar_text import grammar_text
 from octavo.text.tools import ToolChoice, check_tools
-from tests.server.test_grammar_check import BAD
+from tests.grammar.test_checker import BAD
 from tests.server.test_serve_cli import family, gone
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import TEMPLATE, story_folder
@@ -131,7 +131,7 @@ def test_words_without_meaning_are_refused_by_name(server: ServerProcess, path: 
 def children(server: ServerProcess) -> list[int]:
     """Those that try out grammars."""
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(server.process.pid) if Path(f"/proc/{pid}").exists()}
-    return [pid for pid, line in lines.items() if b"grammar_child" in line]
+    return [pid for pid, line in lines.items() if b"grammar.child" in line]
 
 
 # promise: extra-body-structured

@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.server.grammar_check import Turns
+from octavo.grammar.checker import Turns
 
 
 def test_turns_go_round_and_too_many_of_one_client_are_refused() -> None:

@@ -171,13 +171,13 @@ def engine_frames(count: int) -> Iterator[ViewFrame]:
     """Of an engine at work, from the first on."""
     engine = FakeEngine(num_blocks=64, block_size=16, rows=4)
     reader = view_of(engine.core)
-    reader.ask("w", "full")
+    reader.request("w", "full")
     for number in range(count):
         if number % 10 == 0:
             engine.add(f"r{number}", list(range(number % 7, 30)), sampling(9, n=1 + number % 3))
         engine.step()
         yield from (frame for _, frame in reader.frames(busy=False))
-        reader.ask("w", "delta")
+        reader.request("w", "delta")
 
 
 def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Row 75: schemas without end. (Rows 69 to 74 and 76 at the server: test_structured.py, test_grammar_check.py.)"""
+"""Row 75: schemas without end. (Rows 69 to 74 and 76 at the server: test_structured.py, tests/grammar/test_checker.py.)"""
 
 import threading
 from pathlib import Path

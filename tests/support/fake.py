@@ -306,13 +306,13 @@ class FakeEngine:
         assert not self.core.has_work and not self.scheduler.waiting and not self.scheduler.running
         assert self.pool.num_free == self.pool.num_blocks - 1 and not any(self.pool.ref)
         assert sorted(self.scheduler.rows.free) == list(range(self.scheduler.limits.max_num_seqs))
-        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler._told and not self.scheduler.admission.unforked
+        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler._updated and not self.scheduler.admission.unforked
         invariants.check(self.scheduler)
 
     def touched(self, plan: StepPlan) -> set[int]:
         """Sequences whose requests end where this plan is not carried out."""
         moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
-        return moved | {*plan.seq_id, *(seq.seq_id for seq in self.scheduler._told.get(plan.step, ()))}
+        return moved | {*plan.seq_id, *(seq.seq_id for seq in self.scheduler._updated.get(plan.step, ()))}
 
     @property
     def copies(self) -> int:
@@ -350,7 +350,7 @@ class FakeEngine:
         invariants.check(self.scheduler)
         for seq in self.scheduler.running:
             row = self.runner.rows[self.scheduler.rows.source(seq)]
-            if self.scheduler.rows.is_told(seq):
+            if self.scheduler.rows.is_sent(seq):
                 assert row.tables == seq.tables, "scheduler and worker hold different tables"
                 assert row.tokens[: seq.num_tokens] == seq.token_ids and len(row.tokens) >= seq.num_tokens + seq.in_flight
                 assert seq.in_flight or len(row.tokens) == seq.num_tokens

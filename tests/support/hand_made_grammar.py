@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import LLM, StructuredOutputsParams
-from octavo.engine.grammar import Grammars
+from octavo.grammar.grammars import Grammars
 
 
 @dataclass

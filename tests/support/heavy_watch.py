@@ -134,7 +134,7 @@ def memory_of(pid: int) -> dict[str, int]:
 def name_of(pid: int) -> str:
     """What a process of a server does, by how it was started."""
     words = Path(f"/proc/{pid}/cmdline").read_text()
-    return next((name for name in ("grammar_child", "engine.process") if name in words), "the API process")
+    return next((name for name in ("grammar.child", "engine.process") if name in words), "the API process")
 
 
 def _ask_for_ever(host: str, port: int, what: str, method: str, path: str, body: bytes | None) -> None:

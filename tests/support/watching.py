@@ -50,12 +50,12 @@ class Reader:
         self.state.apply({**HEAD, "num_blocks": scheduler.kv.pool.num_blocks})
         self.frames: list[dict[str, Any]] = []
         self.ended: dict[int, tuple[dict[str, Any], str]] = {}  # whoever was told to be gone: as last told, and how it ended
-        view.ask(name, "full")
+        view.request(name, "full")
 
     def look(self, sealed_ids: Mapping[BlockKey, list[int]] | None = None) -> int:
         """Everything that is new; how many frames that took. `sealed_ids`: what each key ever stood for, to check every frame by."""
         for count in range(10_000):
-            self.view.ask(self.name, "delta")
+            self.view.request(self.name, "delta")
             found = dict(self.view.frames(busy=False))
             assert set(found) <= {self.name}, "nobody else has asked"
             if not found:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import LoadError, RequestError
-from octavo.text.gguf_splits import SPLITS
+from octavo.text.gguf_tokenizer import SPLITS
 from octavo.text.tokenizer import Tokenizer, byte_level_bytes
 from tests.support.tokenizers import (
     DATA,

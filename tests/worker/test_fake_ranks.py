@@ -41,7 +41,7 @@ from octavo.worker.rank_process import (
     order,
 )
 from octavo.worker.ranks import with_ranks
-from octavo.worker.request_table import Said
+from octavo.worker.request_table import SampledToken
 from tests.support.fake import VOCAB, ChosenFaults, FakeEngine
 
 BLOCK, BLOCKS, ROWS, LONGEST = 4, 30, 5, 60
@@ -80,8 +80,8 @@ class FakeStage(FakeRunner):
     def program(self) -> Any:
         return SimpleNamespace(nbytes=0)
 
-    def learn(self, said: list[Said]) -> None:
-        for row, position, token in said if not self.last else []:
+    def learn(self, sampled: list[SampledToken]) -> None:
+        for row, position, token in sampled if not self.last else []:
             tokens = self.rows[row].tokens
             assert len(tokens) >= position, "a token before this one was lost"
             tokens[position:] = tokens[position:position]
@@ -147,7 +147,7 @@ class ThreadPeer:
                 time.sleep(self._troubles.dice.random() * 0.002)
             message = order(body[LENGTH_BYTES:])
             if isinstance(message, Forward):
-                runner.learn(message.said)
+                runner.learn(message.sampled)
                 runner.forward(message.plan)
                 if message.plan.mask_rows:
                     continue

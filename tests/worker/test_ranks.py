@@ -20,7 +20,7 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan, StepResult
 from octavo.outputs import RequestOutput
 from octavo.worker.host_ranks import failed
 from octavo.worker.rank_process import Failed, Forward, bodies, encode, masks_of, order, sample
-from octavo.worker.ranks import RankedRunner, Tenants
+from octavo.worker.ranks import RankedRunner, RowOwners
 from tests.support.hand_made_grammar import hand_made, obeys, use_hand_made_grammars
 from tests.support.models import tiny_model
 
@@ -190,12 +190,12 @@ def test_a_token_that_comes_late_goes_to_the_row_that_its_sequence_has_by_then()
         moved = [RowFork(row, 0, seq, noise) for row, seq in (forks or {}).items()]
         return StepPlan(step, row_writes=writes, row_forks=moved, **entries)  # type: ignore[arg-type]
 
-    tenants = Tenants()
+    owners = RowOwners()
     first = plan(1, {0: 10, 1: 11, 2: 12}, row=[0, 1, 2], seq_id=[10, 11, 12], start=[0, 4, 7], num_query=[4, 1, 2])
-    tenants.apply(first)
-    tenants.apply(plan(2, {2: 20}, {0: 11, 1: 10}))  # two exchange rows, the third lost its own
-    assert tenants.said(first, StepResult(1, [[5], [6], [7]])) == [(1, 4, 5), (0, 5, 6)]
-    assert tenants.said(first, StepResult(1, [[], [6], []])) == [(0, 5, 6)]
+    owners.apply(first)
+    owners.apply(plan(2, {2: 20}, {0: 11, 1: 10}))  # two exchange rows, the third lost its own
+    assert owners.sampled_tokens(first, StepResult(1, [[5], [6], [7]])) == [(1, 4, 5), (0, 5, 6)]
+    assert owners.sampled_tokens(first, StepResult(1, [[], [6], []])) == [(0, 5, 6)]
 
 
 def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:

@@ -80,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(runner: asyncio.Runner, server: RemoteServer, load: Load, args: argparse.Namespace) -> Result:
-    seconds, asked = runner.run(drive(server, load))
-    result = result_of(load, seconds, asked, args.slo)
-    for failure in failures(asked):
+    seconds, requests = runner.run(drive(server, load))
+    result = result_of(load, seconds, requests, args.slo)
+    for failure in failures(requests):
         print(f"{load.workload.name}: {failure}", file=sys.stderr)
     got, wanted = result.facts["output_tokens"], result.facts["output_tokens_wanted"]
     if not result.facts["failed"] and got != wanted:

@@ -19,10 +19,9 @@ from hashlib import blake2b
 
 from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
+from octavo.grammar.text import need_library
 from octavo.log import logger
-from octavo.server.records import current_arrival
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
-from octavo.text.grammar_text import need_library
 from octavo.text.tokenizer import Tokenizer
 
 CPU_SECONDS = 2.0  # that one grammar may take
@@ -54,8 +53,8 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the question -> what is wrong with it
         self._trials: dict[tuple[str, bytes], asyncio.Task[str | None]] = {}  # client and digest -> a check that waits or runs
 
-    async def check(self, structured: StructuredOutputsParams) -> None:
-        """Raises RequestError for what cannot be compiled, within limits of time and memory."""
+    async def check(self, structured: StructuredOutputsParams, client: str = "") -> None:
+        """Raises RequestError for what cannot be compiled, within limits of time and memory. `client`: who sends the request."""
         need_library()
         question = json.dumps([structured.kind, getattr(structured, structured.kind)]).encode()
         digest = blake2b(question).digest()
@@ -63,7 +62,6 @@ class GrammarChecker:
             self._verdicts.move_to_end(digest)
             wrong = self._verdicts[digest]
         else:  # further requests of this client with the same grammar wait for the same trial
-            client = current_arrival().caller.name
             wrong = await asyncio.shield(self._trials.get((client, digest)) or self._begin(client, digest, question))
         if wrong is not None:
             raise RequestError(wrong, PARAM)
@@ -111,7 +109,7 @@ class GrammarChecker:
         child = self._child if self._child is not None and self._child.returncode is None else await self._start()
         try:
             async with asyncio.timeout(self._seconds):
-                return await _ask(child, question)
+                return await _exchange(child, question)
         except BaseException as error:  # the child is killed: a late answer would be taken for the next grammar's
             if isinstance(error, EOFError):
                 await _ended(child)  # its exit code is the verdict
@@ -136,12 +134,12 @@ class GrammarChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        words = command("octavo.server.grammar_child", "main", os.getpid())
+        words = command("octavo.grammar.child", "main", os.getpid())
         first = await asyncio.to_thread(self._first_line)
         self._child = child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=nowhere)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await _ask(child, first)
+                await _exchange(child, first)
         except BaseException as error:
             await self._kill()
             if isinstance(error, (TimeoutError, EOFError)):
@@ -175,7 +173,7 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
             await child.wait()
 
 
-async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None:
+async def _exchange(child: asyncio.subprocess.Process, question: bytes) -> str | None:
     """Sends a line, and returns the answer. Raises EOFError if the child ended instead."""
     assert child.stdin is not None and child.stdout is not None
     with suppress(ConnectionError):

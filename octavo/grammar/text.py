@@ -43,7 +43,7 @@ def grammar_text(structured: StructuredOutputsParams) -> str:
         return _of_tags(json.loads(structured.structural_tag))
     assert structured.grammar is not None
     if _EBNF.search(structured.grammar):
-        from octavo.text.guidance import as_lark  # only a request that asks for a grammar loads llguidance
+        from octavo.grammar.guidance import as_lark  # only a request that asks for a grammar loads llguidance
 
         return as_lark(structured.grammar)
     return structured.grammar

@@ -26,16 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import OctavoError, RequestError
+from octavo.grammar.text import grammar_text, need_library
 from octavo.messages import Delta, StepPlan
 from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.structured_outputs import PARAM, StructuredOutputsParams
-from octavo.text.grammar_text import grammar_text, need_library
 from octavo.text.tokenizer import Tokenizer
-from octavo.worker.executor import Masks
 
 if TYPE_CHECKING:
-    from octavo.text.guidance import Guide, Matcher
+    from octavo.grammar.guidance import Guide, Matcher
 
 COMPILE_SECONDS = 30.0  # at most, including the vocabulary
 CACHE_BYTES = 64 * 2**20
@@ -128,8 +127,8 @@ class Grammars:
         updates: list[Delta] = []
         for seq in request.sequences.copy():
             if seq.num_tokens > request.num_prompt:
-                said = Delta(request.request_id, seq.index, list(seq.token_ids[request.num_prompt :]))
-                updates += self._advance(scheduler, said, self._guided[request.request_id].matcher(seq.index))
+                output = Delta(request.request_id, seq.index, list(seq.token_ids[request.num_prompt :]))
+                updates += self._advance(scheduler, output, self._guided[request.request_id].matcher(seq.index))
         return updates
 
     def _turns(self, scheduler: Scheduler) -> int:
@@ -163,14 +162,14 @@ class Grammars:
         return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
-        said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is not text
-        heard = 0
-        while heard < len(said) and not matcher.ended:
-            matcher.advance([said[heard]])
-            heard += 1
-        is_cut = heard < len(said)  # tokens sampled after a complete text are dropped
+        tokens = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is not text
+        count = 0
+        while count < len(tokens) and not matcher.ended:
+            matcher.advance([tokens[count]])
+            count += 1
+        is_cut = count < len(tokens)  # tokens sampled after a complete text are dropped
         if is_cut:
-            _cut(delta, heard)
+            _cut(delta, count)
         if matcher.ended and (delta.finish_reason == "length" or (is_cut and delta.finish_reason == "stop")):  # it was just long enough
             end = replace(delta, token_ids=[], logprobs=None, finish_reason="stop")
             delta.finish_reason = delta.life = None
@@ -189,7 +188,7 @@ class Grammars:
             self._jobs.pop(name, None)
             self._guided.pop(name, None)
 
-    def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks, list[Delta]]:
+    def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[NDArray[np.int32], list[Delta]]:
         """Returns the masks of the plan's masked rows, [outputs, words], and the ends of rows that have no possible next token.
 
         The plan must have masked rows. A mask allows nothing after a draft that the grammar does not allow, or where the text cannot go
@@ -251,7 +250,7 @@ class Grammars:
             threading.stack_size(before)
 
     def _make_guide(self) -> "Guide":
-        from octavo.text.guidance import guide  # the library is loaded only for requests that need it
+        from octavo.grammar.guidance import guide  # the library is loaded only for requests that need it
 
         assert self._tokenizer is not None
         return guide(self._tokenizer(), self._vocab_size, self._end_ids)
@@ -279,7 +278,7 @@ def _bar_ends(scheduler: Scheduler, seq: Sequence, drafts: int, mask: NDArray[np
         mask[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
 
 
-def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: Masks) -> list[Delta]:
+def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArray[np.int32]) -> list[Delta]:
     """Ends a sample after which nothing may follow."""
     request = seq.request
     if matcher.failed or not (mask.any() or matcher.accepting):

@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from octavo.errors import RequestError
+from octavo.grammar import guidance
+from octavo.grammar.guidance import Guide
+from octavo.grammar.text import MAX_PROPERTIES, check_limits, grammar_text, joined_grammars
 from octavo.structured_outputs import structured_outputs
-from octavo.text import guidance
-from octavo.text.grammar_text import MAX_PROPERTIES, check_limits, grammar_text, joined_grammars
-from octavo.text.guidance import Guide
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import qwen_folder
 

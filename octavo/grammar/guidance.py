@@ -136,8 +136,8 @@ class Guide:
         allowed = b"" if inner.is_error() else inner.compute_bitmask()  # what it finds out now, copies know
         cost.add(start)
         if inner.is_error():
-            said = inner.get_error()
-            why = "no text can match it" if _is_dead_end(said) else _first_line(said)
+            error = inner.get_error()
+            why = "no text can match it" if _is_dead_end(error) else _first_line(error)
             raise RequestError(f"{PARAM} cannot be compiled: {why}", PARAM)
         if not any(allowed) and not inner.is_accepting():
             raise RequestError(f"{PARAM} cannot be compiled: no text can match it", PARAM)

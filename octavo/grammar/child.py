@@ -20,9 +20,9 @@ import numpy as np
 
 from octavo.child import die_with
 from octavo.errors import RequestError
+from octavo.grammar.guidance import Guide, Matcher
+from octavo.grammar.text import check_limits, grammar_text
 from octavo.structured_outputs import PARAM, structured_outputs
-from octavo.text.grammar_text import check_limits, grammar_text
-from octavo.text.guidance import Guide, Matcher
 
 MEMORY_BYTES = 1024 * 2**20  # of address space; about 500 MiB of it are in use at the start
 WALKS, STEPS = 2, 16
@@ -40,9 +40,9 @@ def main(parent: int) -> None:
     _say("ready")
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # when the time is over, its signal ends the process
-        said = wrong_with(guide, line)
+        problem = wrong_with(guide, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(said)
+        _say(problem)
 
 
 def wrong_with(guide: Guide, line: bytes) -> str | None:

@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine import grammar
-from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
+from octavo.grammar import grammars as grammar
+from octavo.grammar import guidance
+from octavo.grammar import text as limits
+from octavo.grammar.grammars import Grammars
 from octavo.messages import AddRequest, Delta, FinishReason, StepPlan, TokenLogprobs
 from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.text import grammar_text as limits
-from octavo.text import guidance
 from tests.support.fake import VOCAB, FakeEngine
 
 END = VOCAB - 1

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError, UnavailableError
-from octavo.server.grammar_check import MOST_WAITING, GrammarChecker
-from octavo.server.records import Caller, arrive_as
+from octavo.grammar.checker import MOST_WAITING, GrammarChecker
+from octavo.grammar.text import _TOKEN, check_limits, grammar_text
 from octavo.structured_outputs import StructuredOutputsParams, structured_outputs
-from octavo.text.grammar_text import _TOKEN, check_limits, grammar_text
 
 FINE = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
 
@@ -212,8 +211,7 @@ def test_another_client_waits_for_one_grammar_of_a_busy_one_and_equal_ones_are_t
         checker._try = count  # type: ignore[method-assign]
 
         def asked_by(client: str, regex: str) -> asyncio.Task[None]:
-            arrive_as(Caller(client))
-            return asyncio.create_task(checker.check(structured_outputs({"regex": regex})))
+            return asyncio.create_task(checker.check(structured_outputs({"regex": regex}), client))
 
         many = [asked_by("greedy", f"a{number}") for number in range(MOST_WAITING + 10)]
         await asyncio.sleep(0.01)
@@ -277,7 +275,7 @@ def test_checks_read_a_text_once() -> None:
 
 PARENT = """
 import asyncio, time
-from octavo.server.grammar_check import GrammarChecker
+from octavo.grammar.checker import GrammarChecker
 from octavo.structured_outputs import structured_outputs
 async def work():
     checker = GrammarChecker()
@@ -303,5 +301,5 @@ def test_the_child_does_not_outlive_its_parent() -> None:
 
 
 def test_checking_needs_no_torch() -> None:
-    code = "import octavo.server.grammar_check, octavo.server.grammar_child, sys; print('torch' in sys.modules)"
+    code = "import octavo.grammar.checker, octavo.grammar.child, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,1 @@
+"""Grammars that answers follow: their text, their trial before they are accepted, and the masks of each step."""
