@@ -25,8 +25,7 @@ from octavo.engine.ray_host import Begin, Carried, EngineActor, Frame
 from octavo.engine.router import FRAMES_AT_ONCE, bind
 from octavo.errors import ConfigError
 from octavo.log import Stopwatch, logger
-from octavo.worker.ray_cluster import LOOK_SECONDS, reason_of
-from octavo.worker.ray_spot import Spot
+from octavo.worker.ray_cluster import LOOK_SECONDS, Spot, reason_of
 
 CLOCK_READS = 5  # the quickest answer gives the most exact difference between the clocks
 CALLS_AHEAD = 2  # calls that wait for updates: one waits while the answer of the other travels

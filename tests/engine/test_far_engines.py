@@ -22,7 +22,7 @@ from octavo.engine.router import CLIENT_SECONDS, Router
 from octavo.engine.supervisor import Serving, Supervisor
 from octavo.engine.wire import DownFrame, Heartbeat, Hello, Ping, decode_up, encode
 from octavo.errors import LoadError
-from octavo.worker.ray_spot import SILENT_SECONDS, Marks, deal, taken_spots
+from octavo.worker.ray_cluster import SILENT_SECONDS, Marks, deal, taken_spots
 from tests.engine.test_replicas import kill
 from tests.support.engine_process import ask, engine_process, read, run, until
 

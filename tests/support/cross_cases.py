@@ -368,9 +368,9 @@ def argmax_cases() -> Iterator[Case]:
             head, one = np.zeros((vocab, 64), np.float32), np.zeros((1, 64), np.float32)
             head[:, 0], one[0, 0] = logits / 8, 1
             case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0})
-            zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2, dtype=np.int32), "context_len": np.ones(1, np.int32)}
-            ends["tables"] = np.zeros((1, 1), np.int32)
-            case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "sample_index": zero, **ends}
+            zero, first = np.zeros(1, np.int64), np.zeros(1, np.int32)
+            ends = {"query_start": np.arange(2, dtype=np.int32), "context_len": np.ones(1, np.int32), "tables": np.zeros((1, 1), np.int32)}
+            case.arrays |= {"token_ids": zero, "cache_index": first, "positions": first, "slots": zero, "sample_index": zero, **ends}
             case.arrays |= {"embed": one}
             with_norm(case, NormWeights(np.ones(64, np.float32), eps=0), "norm")
             with_weights(case, Weights(None, head, F32, 0, None, None, {"values": head}), "head.")
