@@ -1,10 +1,9 @@
-// Divides attention into tasks of queries and keys, and merges the parts of a context.
+// Divides attention into tasks of queries and keys. No task ends inside a piece of keys, except at the end of the context.
 #include "attend.h"
 
 namespace octavo {
 
 static const int64_t QUERIES = 64;     // in one task: they share every key they load
-static const int64_t LEAST_KEYS = 256;  // in a piece of a context: smaller ones are not worth merging
 static const int64_t LEAST_ROWS = 8;   // in a task over shared keys, if there are as many
 
 // Creates the tasks of a layer: those over shared keys, and those over the keys that each row reads alone.
@@ -26,16 +25,18 @@ public:
     Tasks made;
 
 private:
-    struct Pieces {                  // keys [begin, end) divided into `count` pieces, all of whole tiles except the last
+    struct Runs {                    // the pieces of keys [begin, end), divided into `count` runs of whole pieces
         int64_t begin, end, count;
-        int64_t size() const { return ((end - begin) / count + 63) / 64 * 64; }
-        int64_t first(int64_t piece) const { return begin + piece * size(); }
-        int64_t last(int64_t piece) const { return piece == count - 1 ? end : std::min(end, first(piece) + size()); }
+        int64_t pieces() const { return (end - begin + PIECE - 1) / PIECE; }
+        int64_t size() const { return (pieces() + count - 1) / count * PIECE; }
+        int64_t first(int64_t run) const { return std::min(end, begin + run * size()); }
+        // The pieces of a first run, before which the queries have seen nothing, can be joined into one partial result.
+        int64_t partials(bool nothing_before) const { return nothing_before ? 1 + (end - first(1) + PIECE - 1) / PIECE : pieces(); }
     };
 
-    struct Part {                    // the partial result of a row over shared keys
-        int64_t partial;             // index for the first kv head and the first piece
-        int64_t pieces, stride;      // stride: from one piece to the next, and from the last of a kv head to the first of the next
+    struct Part {                    // the partial results of a row over shared keys
+        int64_t partial;             // index of the first one, for the first kv head
+        int64_t count, stride;       // stride: from one to the next, and from the last of a kv head to the first of the next
         int64_t before;              // another part of the row, or -1
     };
 
@@ -48,7 +49,13 @@ private:
 
     static int64_t tasks_of(int64_t queries) { return (queries + QUERIES - 1) / QUERIES; }
     static int64_t at_most(int64_t tasks) { return std::max<int64_t>(1, 4 * pool().threads() / std::max<int64_t>(1, tasks)); }
-    static Pieces cut(int64_t begin, int64_t end, int64_t most) { return {begin, end, std::clamp<int64_t>((end - begin) / LEAST_KEYS, 1, most)}; }
+    static int64_t piece_of(int64_t position) { return position / PIECE * PIECE; }
+    static Runs divide(int64_t begin, int64_t end, int64_t most) {
+        Runs runs{begin, end, 1};
+        runs.count = std::clamp<int64_t>(runs.pieces(), 1, most);
+        runs.count = std::max<int64_t>(1, (end - begin + runs.size() - 1) / runs.size());  // none is empty
+        return runs;
+    }
     // The tasks taken last should be short.
     static void longest_first(std::vector<Task> &tasks) {
         std::stable_sort(tasks.begin(), tasks.end(),
@@ -68,54 +75,63 @@ private:
                 add_node(*node, step_.shared_rows + node->first + i, std::min<int64_t>(at_once, node->count - i), at_most(tasks));
     }
 
-    // Rows whose window starts after the keys of a node are skipped.
+    // Only whole pieces are shared: rows read the others alone. Rows whose window starts after the keys of a node are skipped.
     void add_node(const SharedNode &node, const int32_t *rows, int64_t count, int64_t most) {
         const int32_t *tokens = made.tokens.data() + made.tokens.size();
+        const int64_t end = piece_of(node.end);
         std::vector<int64_t> readers;
         int64_t begin = INT64_MAX;
+        bool nothing_before = true;
         for (int64_t i = 0; i < count; i++) {
             const int32_t token = step_.query_start[rows[i]];
-            own_[rows[i]] = node.end;
-            if (first_of(token) >= node.end) continue;
-            begin = std::min(begin, std::max<int64_t>(node.begin, first_of(token)));
+            own_[rows[i]] = end;
+            if (first_of(token) >= end || piece_of(node.begin) == end) continue;
+            begin = std::min(begin, piece_of(std::max<int64_t>(node.begin, first_of(token))));
+            nothing_before = nothing_before && parts_of_[rows[i]] < 0;
             made.tokens.push_back(token);
             readers.push_back(rows[i]);
         }
         if (readers.empty()) return;
         const int64_t queries = int64_t(readers.size());
-        const Pieces pieces = cut(begin, node.end, most);
+        const Runs runs = divide(begin, end, most);
         for (int64_t i = 0; i < queries; i++) {
-            parts_.push_back({made.partials + i * group_, pieces.count, queries * group_, parts_of_[readers[i]]});
+            parts_.push_back({made.partials + i * group_, runs.partials(nothing_before), queries * group_, parts_of_[readers[i]]});
             parts_of_[readers[i]] = int64_t(parts_.size()) - 1;
         }
-        for (int64_t head = 0; head < layer_.kv_heads; head++) add_pieces({rows[0], tokens[0], queries, tokens, head, 0, 0, 0, nullptr, 0}, pieces);
+        for (int64_t head = 0; head < layer_.kv_heads; head++)
+            add_runs({rows[0], tokens[0], queries, tokens, head, 0, 0, 0, false, nullptr, 0}, runs, nothing_before);
     }
 
     // Some queries of a row over the keys that it reads alone. Keys behind the window of the first query are skipped.
     void add_queries(int64_t row, int64_t token, int64_t most) {
         const int64_t queries = std::min<int64_t>(QUERIES, step_.query_start[row + 1] - token);
         const int64_t behind = step_.query_start[row + 1] - token - queries;  // queries of the row after these
-        const int64_t begin = std::max(own_[row], first_of(token)), end = length_of(row) - behind;
-        const Pieces pieces = cut(begin, end, most);
+        const int64_t begin = std::max(own_[row], piece_of(first_of(token))), end = length_of(row) - behind;
+        const Runs runs = divide(begin, end, most);
+        std::vector<int64_t> parts;
+        for (int64_t part = parts_of_[row]; part >= 0; part = parts_[part].before) parts.insert(parts.begin(), part);
         for (int64_t head = 0; head < layer_.kv_heads; head++) {
-            Task task{row, token, queries, nullptr, head, begin, end, -1, nullptr, 0};
-            for (int64_t part = parts_of_[row]; part >= 0; part = parts_[part].before)
-                for (int64_t piece = 0; piece < parts_[part].pieces; piece++, task.parts++)
-                    made.places.push_back(parts_[part].partial + (head * parts_[part].pieces + piece) * parts_[part].stride);
-            if (pieces.count > 1) {  // all keys are in pieces: the last task only merges them
-                for (int64_t piece = 0; piece < pieces.count; piece++, task.parts++) made.places.push_back(made.partials + piece * queries * group_);
-                add_pieces(task, pieces);
+            Task task{row, token, queries, nullptr, head, begin, end, -1, false, nullptr, 0};
+            for (int64_t part : parts)
+                for (int64_t i = 0; i < parts_[part].count; i++, task.parts++)
+                    made.places.push_back(parts_[part].partial + (head * parts_[part].count + i) * parts_[part].stride);
+            if (runs.count > 1) {  // all keys are in runs: the last task only joins their results
+                const int64_t partials = runs.partials(parts.empty());
+                for (int64_t i = 0; i < partials; i++, task.parts++) made.places.push_back(made.partials + i * queries * group_);
+                add_runs(task, runs, parts.empty());
                 task.begin = end;
             }
             (task.parts ? made.last : made.first).push_back(task);
         }
     }
 
-    void add_pieces(Task task, const Pieces &pieces) {
-        for (int64_t piece = 0; piece < pieces.count; piece++) {
-            task.begin = pieces.first(piece), task.end = pieces.last(piece), task.partial = made.partials;
+    void add_runs(Task task, const Runs &runs, bool nothing_before) {
+        task.parts = 0;
+        for (int64_t run = 0; run < runs.count; run++) {
+            task.begin = runs.first(run), task.end = runs.first(run + 1), task.partial = made.partials;
+            task.joined = run == 0 && nothing_before;
             made.first.push_back(task);
-            made.partials += task.queries * group_;
+            made.partials += (task.joined ? 1 : (task.end - task.begin + PIECE - 1) / PIECE) * task.queries * group_;
         }
     }
 };

@@ -6,6 +6,9 @@
 //     scores    each key times each query; the sums of 16 keys are folded into 16 lanes
 //     weights   online softmax: exp(score - largest so far), after the layer's cap on scores or its ALiBi, if any
 //     sums      weight times value, 16 dimensions at a time
+//
+// Tiles begin at multiples of 64, and the softmax begins again with each piece, so that no number of a query depends on the keys that
+// other queries see.
 #pragma once
 #include "products.h"
 
@@ -13,6 +16,7 @@ namespace octavo {
 namespace {
 
 const int KEYS = 64;             // processed together
+static_assert(PIECE % KEYS == 0);
 const int AHEAD = 8;             // keys prefetched: they are in pieces too small for the hardware prefetcher
 const int QUERIES_AT_ONCE = 4;   // their sums stay in registers
 
@@ -36,30 +40,87 @@ inline const int32_t *table_of(const Layer &layer, const Step &step, int64_t row
     return step.tables + layer.cache_group * step.table_stride + row * step.table_width;
 }
 
-// Merges a partial result over other keys. part: the sums, followed by the largest score and the total
-inline void join(const float *part, int64_t dim, Online &state, float *sums) {
-    const float largest = std::max(state.largest, part[dim]);
-    if (largest == -INFINITY) return;  // no keys so far
-    const float mine = state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
-    const float other = part[dim] == -INFINITY ? 0.0f : fast_exp(part[dim] - largest);
-    for (int64_t i = 0; i < dim; i++) sums[i] = sums[i] * mine + part[i] * other;
-    state = {largest, state.total * mine + part[dim + 1] * other};
+// Adds the result over the keys that follow: `sums` with `other`. Not inlined: the compiler could round other sums differently.
+__attribute__((noinline)) void join(const float *sums, Online other, int64_t dim, float *joined, Online &state) {
+    if (other.largest == -INFINITY) return;  // no keys
+    if (state.largest == -INFINITY) {
+        memcpy(joined, sums, size_t(dim) * sizeof(float));
+        state = other;
+        return;
+    }
+    const float largest = std::max(state.largest, other.largest);
+    const float before = fast_exp(state.largest - largest), after = fast_exp(other.largest - largest);
+    for (int64_t i = 0; i < dim; i++) joined[i] = joined[i] * before + sums[i] * after;
+    state = {largest, state.total * before + other.total * after};
 }
 
-// The result of a task: the weighted values divided by their total; or, for a part of the context, undivided and followed by both numbers.
-inline void finish(const Layer &layer, const Task &task, Online state, float *sums, int64_t query, int64_t head, const Target &out,
-                   float *partials) {
-    int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
-    if (task.partial < 0) {
-        for (int64_t i = 0; i < task.parts; i++) join(partials + (task.places[i] + query * group + head) * (dim + 2), dim, state, sums);
-        float inverse = 1.0f / with_sink(layer, task.kv_head * group + head, state.largest, state.total);
-        for (int64_t i = 0; i < dim; i++) sums[i] *= inverse;
-        return put(sums, out, task.token_of(query), (task.kv_head * group + head) * dim, dim);
-    }
-    float *to = partials + (task.partial + query * group + head) * (dim + 2);
-    memcpy(to, sums, dim * sizeof(float));
+// The results of a task, query by query and head by head: over the keys of a piece, and over all keys before it.
+struct Results {
+    int64_t count, room;               // room: of the first `sums` and `states`; more than the queries if a kernel processes whole blocks
+    int64_t dim, width;                // width: from one query to the next in `sums`
+    float *sums, *joined;              // [room][width], [count][dim]
+    Online *states, *joined_states;
+};
+
+inline float *partial_of(const Task &task, const Results &results, float *partials, int64_t piece, int64_t i) {
+    return partials + (task.partial + piece * results.count + i) * (results.dim + 2);
+}
+
+inline void store_partial(const float *sums, Online state, int64_t dim, float *to) {
+    memcpy(to, sums, size_t(dim) * sizeof(float));
     to[dim] = state.largest;
     to[dim + 1] = state.total;
+}
+
+// A task without partial results begins with those over the keys before it.
+inline void start(const Task &task, const Results &results, const float *partials) {
+    for (int64_t i = 0; i < results.count; i++) {
+        results.joined_states[i] = {-INFINITY, 0.0f};
+        for (int64_t part = 0; part < task.parts; part++) {
+            const float *from = partials + (task.places[part] + i) * (results.dim + 2);
+            join(from, {from[results.dim], from[results.dim + 1]}, results.dim, results.joined + i * results.dim, results.joined_states[i]);
+        }
+    }
+}
+
+inline void end_piece(const Task &task, const Results &results, int64_t piece, float *partials) {
+    for (int64_t i = 0; i < results.count; i++) {
+        const float *sums = results.sums + i * results.width;
+        if (task.partial >= 0 && !task.joined) store_partial(sums, results.states[i], results.dim, partial_of(task, results, partials, piece, i));
+        else join(sums, results.states[i], results.dim, results.joined + i * results.dim, results.joined_states[i]);
+    }
+}
+
+// Stores the final result: the weighted values divided by their total. Or the partial result over all keys.
+inline void finish(const Layer &layer, const Task &task, const Results &results, const Target &out, float *partials) {
+    const int64_t dim = results.dim, group = layer.heads / layer.kv_heads;
+    for (int64_t i = 0; i < results.count && (task.partial < 0 || task.joined); i++) {
+        float *joined = results.joined + i * dim;
+        const Online state = results.joined_states[i];
+        const int64_t head = task.kv_head * group + i % group;
+        if (task.partial >= 0) store_partial(joined, state, dim, partial_of(task, results, partials, 0, i));
+        else {
+            const float inverse = 1.0f / with_sink(layer, head, state.largest, state.total);
+            for (int64_t d = 0; d < dim; d++) joined[d] *= inverse;
+            put(joined, out, task.token_of(i / group), head * dim, dim);
+        }
+    }
+}
+
+// Calls tile(begin, from) for every tile of the task's keys: keys from `begin` on, of which those from `from` on can be seen. Calls
+// collect() before the results of a piece are read. earliest: the first position that any query may see
+template <class Tile, class Collect>
+void by_pieces(const Task &task, const Results &results, int64_t earliest, float *partials, Tile tile, Collect collect) {
+    const int64_t first = std::max(task.begin, earliest);
+    start(task, results, partials);
+    for (int64_t begin = task.begin, piece = 0; begin < task.end; begin += PIECE, piece++) {
+        const int64_t from = std::max(begin, first / KEYS * KEYS), end = std::min(task.end, begin + PIECE);
+        std::fill(results.sums, results.sums + results.room * results.width, 0.0f);
+        std::fill(results.states, results.states + results.room, Online{-INFINITY, 0.0f});
+        for (int64_t at = from; at < end; at += KEYS) tile(at, std::max(at, first));
+        collect();
+        end_piece(task, results, piece, partials);
+    }
 }
 
 inline int64_t cache_item(const Model &model) { return model.cache_kind == OCTAVO_F32 ? 4 : model.cache_kind == OCTAVO_Q8 ? 1 : 2; }
@@ -82,22 +143,25 @@ struct FloatTile {  // 64 keys of one kv head
     int64_t count;
 };
 
-// Loads keys [begin, begin + count) of a row, through its block table. memory: [2][KEYS][width]
-inline void load_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, int64_t width,
-                      float *memory, FloatTile &tile) {
+// Loads the keys [from, end) of a row that are in the tile from `begin` on, through its block table. memory: [2][KEYS][width]
+inline void load_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t from, int64_t end,
+                      int64_t width, float *memory, FloatTile &tile) {
     const int64_t bytes = layer.head_dim * cache_item(model);
     const bool in_place = model.cache_kind == OCTAVO_F32 && width == layer.head_dim, scaled = model.cache_kind == OCTAVO_Q8;
     int64_t head[KEYS];  // indices into the cache
-    Slots slots(table, layer.block_size, begin);
-    tile.count = std::min<int64_t>(KEYS, count);
-    for (int64_t i = 0; i < tile.count; i++) {
+    Slots slots(table, layer.block_size, from);
+    const int64_t first = from - begin;
+    tile.count = std::min<int64_t>(KEYS, end - begin);
+    for (int64_t i = first; i < tile.count; i++) {
         head[i] = slots.next() * layer.kv_heads + kv_head;
         tile.keys[i] = in_place ? (const float *)layer.k_cache + head[i] * width : memory + i * width;
         tile.values[i] = in_place ? (const float *)layer.v_cache + head[i] * width : memory + (KEYS + i) * width;
     }
-    for (int64_t i = tile.count; i < KEYS; i++) tile.keys[i] = tile.keys[0];  // any valid key: its scores are ignored
+    auto skip = [&](int64_t i) { tile.keys[i] = tile.keys[first], tile.values[i] = tile.values[first]; };  // any valid key: its weight is 0
+    for (int64_t i = 0; i < first; i++) skip(i);
+    for (int64_t i = tile.count; i < KEYS; i++) skip(i);
     auto place = [&](const void *cache, int64_t i) { return (const char *)cache + head[i] * bytes; };
-    for (int64_t i = 0; i < tile.count && !in_place; i++) {
+    for (int64_t i = first; i < tile.count && !in_place; i++) {
         for (int64_t at = 0; i + AHEAD < tile.count && at < bytes; at += 64) {
             __builtin_prefetch(place(layer.k_cache, i + AHEAD) + at);
             __builtin_prefetch(place(layer.v_cache, i + AHEAD) + at);
@@ -230,25 +294,24 @@ template <int R, class... Arguments> inline void attend_rows(int64_t rows, const
     attend_tile<R>(arguments...);
 }
 
-// Queries against the keys of a row, through its block table. scratch: a tile; queries, sums and states of the task.
+// Queries against the keys of a row, through its block table. scratch: a tile; queries and results of the task.
 void attend_floats(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads;
     const int64_t width = (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT, count = task.queries * group;
     const int32_t *table = table_of(layer, step, task.row);
-    float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width;
-    Online *states = (Online *)(sums + count * width);
-    std::fill(sums, sums + count * width, 0.0f);
+    float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width, *joined = sums + count * width;
+    Online *states = (Online *)(joined + count * width);
+    const Results results{count, count, dim, width, sums, joined, states, states + count};
     int64_t earliest = INT64_MAX;
     for (int64_t i = 0; i < count; i++) {
         const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
         for (int64_t d = 0; d < width; d++) queries[i * width + d] = d < dim ? q[d] : 0.0f;
-        states[i] = {-INFINITY, 0.0f};
         earliest = std::min(earliest, first_seen(layer, step.cache_index[task.token_of(i / group)]));
     }
-    for (int64_t begin = std::max(task.begin, earliest); begin < task.end; begin += KEYS) {
+    auto attend = [&](int64_t begin, int64_t from) {
         FloatTile tile;
-        load_tile(model, layer, table, task.kv_head, begin, task.end - begin, width, memory, tile);
+        load_tile(model, layer, table, task.kv_head, begin, from, task.end, width, memory, tile);
         for (int64_t i = 0; i < count; i += QUERIES_AT_ONCE) {
             Sight sight[QUERIES_AT_ONCE];
             const int64_t rows = std::min<int64_t>(QUERIES_AT_ONCE, count - i);
@@ -259,8 +322,9 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
             attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const Sight *)sight, layer.attention_scale, layer.soft_cap,
                                          states + i, sums + i * width);
         }
-    }
-    for (int64_t i = 0; i < count; i++) finish(layer, task, states[i], sums + i * width, i / group, i % group, out, partials);
+    };
+    by_pieces(task, results, earliest, partials, attend, [] {});
+    finish(layer, task, results, out, partials);
 }
 
 }  // namespace

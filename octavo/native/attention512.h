@@ -33,13 +33,16 @@ inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
     }
 }
 
-// Finds the addresses of keys [begin, begin + count) of a row, through its block table.
-inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, Tile &tile) {
+// Finds the addresses of the keys [from, end) of a row that are in the tile from `begin` on, through its block table.
+inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t from, int64_t end,
+                      Tile &tile) {
+    const int64_t first = from - begin;
     const int64_t bytes = layer.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
-    tile.count = std::min<int64_t>(KEYS, count);
+    tile.count = std::min<int64_t>(KEYS, end - begin);
     tile.scaled = model.cache_kind == OCTAVO_Q8;
-    Slots slots(table, layer.block_size, begin);
-    for (int64_t i = 0; i < tile.count; i++) {
+    if (tile.count <= 0) return;
+    Slots slots(table, layer.block_size, from);
+    for (int64_t i = first; i < tile.count; i++) {
         int64_t head = slots.next() * layer.kv_heads + kv_head;
         tile.keys[i] = (const uint16_t *)((const char *)layer.k_cache + head * bytes);
         tile.values[i] = (const uint16_t *)((const char *)layer.v_cache + head * bytes);
@@ -47,11 +50,13 @@ inline void find_tile(const Model &model, const Layer &layer, const int32_t *tab
         tile.key_scale[i] = layer.k_scale[head];
         tile.value_scale[i] = layer.v_scale[head];
     }
-    for (int64_t i = std::max<int64_t>(0, tile.count); i < KEYS; i++) {  // any valid key: its scores are masked
-        tile.keys[i] = tile.keys[0];
-        tile.values[i] = tile.values[0];
+    auto skip = [&](int64_t i) {  // any valid key: its scores are masked
+        tile.keys[i] = tile.keys[first];
+        tile.values[i] = tile.values[first];
         tile.key_scale[i] = tile.value_scale[i] = 0.0f;
-    }
+    };
+    for (int64_t i = 0; i < first; i++) skip(i);
+    for (int64_t i = tile.count; i < KEYS; i++) skip(i);
 }
 
 // Converts int8 values to bfloat16, in widened: [2][KEYS][dim].
@@ -179,8 +184,7 @@ template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const
 // The queries of a task in bfloat16, query by query and head by head, and their visible positions. Returns how many there are.
 struct Queries {
     uint16_t *values;             // [count][dim]
-    float *sums;                  // [count][dim]
-    Online *states;
+    Results results;
     int64_t *first, *last;        // positions that each may see: [first, last]
     int64_t earliest;             // the first position that any of them may see
     int64_t count;
@@ -198,13 +202,12 @@ inline Queries load_queries(const Layer &layer, const Step &step, const float *q
         return place;
     };
     queries.values = (uint16_t *)take(room * dim * 2);
-    queries.sums = (float *)take(room * dim * 4);
-    queries.states = (Online *)take(room * sizeof(Online));
+    float *sums = (float *)take(room * dim * 4), *joined = (float *)take(room * dim * 4);
+    Online *states = (Online *)take(2 * room * sizeof(Online));
+    queries.results = {queries.count, room, dim, dim, sums, joined, states, states + room};
     queries.first = (int64_t *)take(room * 8);
     queries.last = (int64_t *)take(room * 8);
-    memset(queries.sums, 0, size_t(room * dim * 4));
     for (int64_t i = 0; i < room; i++) {
-        queries.states[i] = {-INFINITY, 0.0f};
         if (i >= queries.count) {
             memset(queries.values + i * dim, 0, size_t(dim * 2));
             queries.first[i] = 0;
@@ -230,21 +233,21 @@ void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step,
     place += 2 * KEYS * dim * 2;
     Queries queries = load_queries(layer, step, qkv, task, place);
     const int32_t *table = table_of(layer, step, task.row);
-    int64_t begin = std::max(task.begin, queries.earliest);
     Tile tile, next;
-    find_tile(model, layer, table, task.kv_head, begin, task.end - begin, next);
-    for (; begin < task.end; begin += KEYS) {
+    next.count = 0;
+    auto attend = [&](int64_t begin, int64_t from) {
+        if (next.count <= 0) find_tile(model, layer, table, task.kv_head, begin, from, task.end, next);
         tile = next;
         if (tile.scaled) widen_tile(tile, dim, widened);
-        find_tile(model, layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, next);
+        find_tile(model, layer, table, task.kv_head, begin + KEYS, begin + KEYS, task.end, next);
         for (int64_t i = 0; i < queries.count; i += 4) {
             Sight sight[4];
             const int64_t rows = std::min<int64_t>(4, queries.count - i);
             for (int64_t r = 0; r < rows; r++)
                 sight[r] = sight_of(layer, task.kv_head * group + (i + r) % group, queries.last[i + r], begin, tile.count);
             uint16_t *q = queries.values + i * dim;
-            float *sums = queries.sums + i * dim;
-            Online *states = queries.states + i;
+            float *sums = queries.results.sums + i * dim;
+            Online *states = queries.results.states + i;
             const float scale = layer.attention_scale, cap = layer.soft_cap;
             switch (rows) {
                 case 1: attend_tile<1>(tile, next, q, dim, sight, scale, cap, states, sums); break;
@@ -253,9 +256,9 @@ void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step,
                 default: attend_tile<4>(tile, next, q, dim, sight, scale, cap, states, sums);
             }
         }
-    }
-    for (int64_t i = 0; i < queries.count; i++)
-        finish(layer, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+    };
+    by_pieces(task, queries.results, queries.earliest, partials, attend, [] {});
+    finish(layer, task, queries.results, out, partials);
 }
 
 }  // namespace

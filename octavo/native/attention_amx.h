@@ -67,7 +67,7 @@ inline void turn(const uint16_t *rows, int64_t dim, uint16_t *to) {
 
 inline Set make_set(const Layer &layer, int64_t kv_head, const Queries &queries, int64_t begin, int64_t end, uint16_t *turned) {
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
-    Set set{turned, queries.sums + begin * dim, _mm512_set1_ps(NOTHING), _mm512_setzero_ps(), {}, {}, INT64_MAX, -1, 0, INT64_MAX, {}, {}};
+    Set set{turned, queries.results.sums + begin * dim, _mm512_set1_ps(NOTHING), _mm512_setzero_ps(), {}, {}, INT64_MAX, -1, 0, INT64_MAX, {}, {}};
     alignas(64) int32_t first[LANES], last[LANES];
     alignas(64) float slopes[LANES], positions[LANES];
     for (int64_t i = 0; i < LANES; i++) {
@@ -193,8 +193,8 @@ void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t d
     (edge ? weigh_edge<true, SCALED, ALIBI> : weigh_edge<false, SCALED, ALIBI>)(set, tile, begin, scale, dim, scores, weights);
 }
 
-// Transposes the lanes of a set back to rows: sums [16][dim].
-inline void finish_set(const Set &set, int64_t dim, Online *states, float *rows) {
+// Transposes the lanes of a set back to rows, sums [16][dim], and begins the next piece.
+inline void collect_set(Set &set, int64_t dim, Online *states, float *rows) {
     alignas(64) float largest[LANES], total[LANES];
     _mm512_store_ps(largest, set.largest);
     _mm512_store_ps(total, set.total);
@@ -205,6 +205,8 @@ inline void finish_set(const Set &set, int64_t dim, Online *states, float *rows)
         transpose16(r);
         for (int i = 0; i < 16; i++) _mm512_storeu_si512(rows + i * dim + d, r[i]);
     }
+    memcpy(set.sums, rows, size_t(LANES * dim) * sizeof(float));
+    set.largest = _mm512_set1_ps(NOTHING), set.total = _mm512_setzero_ps();
 }
 
 void attend_amx(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
@@ -225,9 +227,9 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
     const int32_t *table = table_of(layer, step, task.row);
     const bool scaled = model.cache_kind == OCTAVO_Q8;
     const auto plain = scaled ? weigh_set<true, false> : weigh_set<false, false>, sloped = scaled ? weigh_set<true, true> : weigh_set<false, true>;
-    for (int64_t begin = std::max(task.begin, queries.earliest); begin < task.end; begin += KEYS) {
+    auto attend = [&](int64_t begin, int64_t from) {
         Tile tile;
-        find_tile(model, layer, table, task.kv_head, begin, task.end - begin, tile);
+        find_tile(model, layer, table, task.kv_head, begin, from, task.end, tile);
         if (tile.scaled) widen_tile(tile, dim, widened);
         for (int64_t i = 0; i < KEYS; i++) memcpy(keys + i * dim, tile.keys[i], size_t(dim) * 2);
         turn_values(tile, dim, values);
@@ -244,11 +246,12 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
             (layer.alibi ? sloped : plain)(sets[now], tile, begin, layer.attention_scale, dim, scores[turn], weights);
             sum_tiles(values, weights, dim, sets[now].sums);
         }
-    }
-    for (int64_t i = 0; i < queries.count; i++) {
-        if (i % LANES == 0) finish_set(sets[i / LANES], dim, queries.states + i, rows);
-        finish(layer, task, queries.states[i], rows + i % LANES * dim, i / group, i % group, out, partials);
-    }
+    };
+    auto collect = [&] {
+        for (int64_t i = 0; i < count; i++) collect_set(sets[i], dim, queries.results.states + i * LANES, rows);
+    };
+    by_pieces(task, queries.results, queries.earliest, partials, attend, collect);
+    finish(layer, task, queries.results, out, partials);
 }
 
 }  // namespace

@@ -22,12 +22,13 @@ struct HalfTile {                // 64 keys of one kv head
     int64_t count;
 };
 
-// Finds the addresses of keys [begin, begin + count) of a row, through its block table; missing keys are zero.
-inline void find_tile(const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count,
+// Finds the addresses of the keys [from, end) of a row that are in the tile from `begin` on, through its block table; others are zero.
+inline void find_tile(const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t from, int64_t end,
                       const float16_t *zeros, HalfTile &tile) {
-    tile.count = std::clamp<int64_t>(count, 0, KEYS);
-    Slots slots(table, layer.block_size, begin);
-    for (int64_t i = 0; i < tile.count; i++) {
+    tile.count = std::clamp<int64_t>(end - begin, 0, KEYS);
+    for (int64_t i = 0; i < from - begin; i++) tile.keys[i] = tile.values[i] = zeros;
+    Slots slots(table, layer.block_size, from);
+    for (int64_t i = from - begin; i < tile.count; i++) {
         const int64_t place = (slots.next() * layer.kv_heads + kv_head) * layer.head_dim;
         tile.keys[i] = (const float16_t *)layer.k_cache + place;
         tile.values[i] = (const float16_t *)layer.v_cache + place;
@@ -173,9 +174,8 @@ void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q,
 
 struct HalfQueries {             // the queries of a task, query by query and head by head
     float16_t *values;           // [count][dim], at most 1 / ROOM
-    float *sums;                 // [count][dim]
+    Results results;
     float *scale;                // [count]: scale of scores
-    Online *states;
     int64_t *positions;          // [count]
     int64_t earliest, count;     // earliest: the first position that any of them may see
 };
@@ -184,11 +184,11 @@ struct HalfQueries {             // the queries of a task, query by query and he
 inline HalfQueries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
     const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads, count = task.queries * group;
     const int64_t whole = (count + ROWS - 1) / ROWS * ROWS;
-    HalfQueries queries{nullptr, memory, memory + whole * dim, nullptr, nullptr, INT64_MAX, count};
-    queries.states = (Online *)(queries.scale + whole);
-    queries.positions = (int64_t *)(queries.states + whole);
+    float *joined = memory + whole * dim, *scales = joined + whole * dim;
+    Online *states = (Online *)(scales + whole);
+    HalfQueries queries{nullptr, {count, whole, dim, dim, memory, joined, states, states + whole}, scales, nullptr, INT64_MAX, count};
+    queries.positions = (int64_t *)(states + 2 * whole);
     queries.values = (float16_t *)(queries.positions + whole);
-    std::fill(queries.sums, queries.sums + whole * dim, 0.0f);
     std::fill(queries.scale + count, queries.scale + whole, 0.0f);
     std::fill(queries.positions + count, queries.positions + whole, -1);
     std::fill(queries.values + count * dim, queries.values + whole * dim, float16_t(0));
@@ -197,7 +197,6 @@ inline HalfQueries load_queries(const Layer &layer, const Step &step, const floa
         const float scale = power_above(largest_of(q, dim)) * ROOM;
         for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
         queries.scale[i] = scale * layer.attention_scale;
-        queries.states[i] = {-INFINITY, 0.0f};
         queries.positions[i] = step.cache_index[task.token_of(i / group)];
         queries.earliest = std::min(queries.earliest, first_seen(layer, queries.positions[i]));
     }
@@ -215,13 +214,17 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
     const PanelTile panels{(float16_t *)(memory + dim), (float16_t *)(memory + dim) + KEYS * dim};
     const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim + KEYS * dim);
     HalfTile tile, next, none;
-    none.count = 0;
-    int64_t begin = std::max(task.begin, queries.earliest);
-    find_tile(layer, table, task.kv_head, begin, task.end - begin, (const float16_t *)memory, next);
-    for (int64_t j = 0; j < next.count && queries.count < MANY; j += 8) prefetch_keys(next, j, dim);  // only small batches would wait for the keys
-    for (; begin < task.end; begin += KEYS) {
+    next.count = none.count = 0;
+    auto attend = [&](int64_t begin, int64_t from) {
+        auto find = [&](int64_t begin, int64_t from, HalfTile &tile) {
+            find_tile(layer, table, task.kv_head, begin, from, task.end, (const float16_t *)memory, tile);
+        };
+        if (next.count == 0) {
+            find(begin, from, next);
+            for (int64_t j = 0; j < next.count && queries.count < MANY; j += 8) prefetch_keys(next, j, dim);  // only small batches would wait for the keys
+        }
         tile = next;
-        find_tile(layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);
+        find(begin + KEYS, begin + KEYS, next);
         const bool many = queries.count >= MANY && dim <= MOST_SPANS * CHAIN && lay_out(tile.keys, tile.values, dim, panels);
         const int64_t at_once = many ? ROWS : QUERIES_AT_ONCE;
         for (int64_t i = 0; i < queries.count; i += at_once) {
@@ -234,8 +237,8 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
             const Sight *sight = sights;
             const float16_t *q = queries.values + i * dim;
             const float *scale = queries.scale + i;
-            Online *states = queries.states + i;
-            float *sums = queries.sums + i * dim;
+            Online *states = queries.results.states + i;
+            float *sums = queries.results.sums + i * dim;
             if (many) {
                 if (i < KEYS) prefetch_keys(next, i, dim);
                 attend_panels(panels, q, dim, sight, scale, layer.soft_cap, states, sums);
@@ -243,8 +246,9 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
                 attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, q, dim, sight, scale, layer.soft_cap, states, sums);
             }
         }
-    }
-    for (int64_t i = 0; i < queries.count; i++) finish(layer, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+    };
+    by_pieces(task, queries.results, queries.earliest, partials, attend, [] {});
+    finish(layer, task, queries.results, out, partials);
 }
 
 }  // namespace

@@ -55,74 +55,18 @@ inline __m512bh pair(const uint16_t *x) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// U sums for each row, so that a step does not wait for the previous one. w: a panel of bfloat16.
+// Two sums for each row, of every other pair of k, so that a single row does not wait for each step. As many for any R: the bits of a
+// row do not depend on the other rows. w: a panel of bfloat16.
 template <int R> void block_bf16(const uint16_t *w, const Rows &rows, int64_t row, Lanes *sums) {
-    const int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
     const uint16_t *x = rows.halves + row * rows.stride;
-    __m512 acc[R][U];
-    for (int r = 0; r < R; r++)
-        for (int u = 0; u < U; u++) acc[r][u] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < rows.stride; k += 2 * U)
-        for (int u = 0; u < U; u++) {
+    __m512 acc[R][2];
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < rows.stride; k += 4)
+        for (int u = 0; u < 2; u++) {
             __m512bh weights = (__m512bh)_mm512_loadu_si512(w + (k + 2 * u) * P);
             for (int r = 0; r < R; r++) acc[r][u] = _mm512_dpbf16_ps(acc[r][u], weights, pair(x + r * rows.stride + k + 2 * u));
         }
-    for (int r = 0; r < R; r++) {
-        for (int u = 1; u < U; u++) acc[r][0] = _mm512_add_ps(acc[r][0], acc[r][u]);
-        sums[r] = {{(Vector)acc[r][0]}};
-    }
-}
-
-// Unpacks codes to bfloat16, for large batches: 32 k of a panel at a time, to [16 pairs of k][16][2].
-//
-// A code is shifted into the top fraction bits of a float 1.0, which makes it 1 + code / 16 (or / 256); an adjusted scale
-// and offset convert that to the weight.
-template <Digits D> struct Unpacker {
-    static const bool FOUR = D != Digits::BYTES, SMALL = D == Digits::NIBBLES;
-    const Matrix &matrix;
-    const int64_t stride, groups = stride / matrix.group, span = std::min<int64_t>(32, matrix.group);
-    const __m512 factor = _mm512_set1_ps(matrix.factor), steps = _mm512_set1_ps(matrix.factor * (SMALL ? 16 : 256));
-    const __m512i one = _mm512_set1_epi32(0x3f800000), digits = _mm512_set1_epi32(SMALL ? 0x00780000 : 0x007f8000);
-    const __m512i interleave = interleave512();
-
-    void operator()(int64_t panel, int64_t k, uint16_t *to) const {
-        const uint8_t *w = (const uint8_t *)matrix.data + (panel * stride + k) * P / (FOUR ? 2 : 1);
-        for (int64_t end = k + 32; k < end; k += span) {
-            int64_t place = (panel * groups + k / matrix.group) * P;
-            __m512 scale = _mm512_mul_ps(steps, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.scale + place))));
-            __m512 offset = _mm512_fmsub_ps(factor, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.offset + place))), scale);
-            auto value = [&](__m512i shifted) {  // (shifted & digits) | one
-                return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(shifted, digits, one, 0xea)), scale, offset);
-            };
-            auto put = [&](__m512i first, __m512i second) {
-                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(value(second), value(first));
-                _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, both));
-                to += 32;
-            };
-            auto put_bytes = [&](__m512i codes) {
-                put(_mm512_slli_epi32(codes, 15), _mm512_slli_epi32(codes, 7));
-                put(_mm512_srli_epi32(codes, 1), _mm512_srli_epi32(codes, 9));
-            };
-            for (int64_t i = 0; i < span; i += FOUR ? 8 : 4, w += 64) {
-                __m512i codes = _mm512_loadu_si512(w);
-                if constexpr (D == Digits::LOOKED_UP) {
-                    const Words words{{(Integers)codes}};
-                    put_bytes((__m512i)looked_up(low_digits(words), matrix.table).part[0]);
-                    codes = (__m512i)looked_up(high_digits(words), matrix.table).part[0];
-                } else if (SMALL) {
-                    put(_mm512_slli_epi32(codes, 19), _mm512_slli_epi32(codes, 11));
-                    put(_mm512_slli_epi32(codes, 3), _mm512_srli_epi32(codes, 5));
-                }
-                put_bytes(codes);
-            }
-        }
-    }
-};
-
-// Unpacks a whole panel. to: [stride / 2][16][2]
-template <Digits D> void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
-    const Unpacker<D> unpack{matrix, stride};
-    for (int64_t k = 0; k < stride; k += 32) unpack(panel, k, to + k * P);
+    for (int r = 0; r < R; r++) sums[r] = {{(Vector)_mm512_add_ps(acc[r][0], acc[r][1])}};
 }
 
 struct BF16Math {
@@ -130,19 +74,12 @@ struct BF16Math {
     const Matrix &matrix;
     const Rows &rows;
 
-    // In place, or unpacked.
-    const uint16_t *panel(int64_t index, void *memory) const {
-        if (matrix.kind == OCTAVO_BF16) return (const uint16_t *)matrix.data + index * rows.stride * P;
-        by_digits(matrix, [&](auto digits) { unpack_panel<digits>(matrix, rows.stride, index, (uint16_t *)memory); });
-        return (const uint16_t *)memory;
-    }
+    const uint16_t *panel(int64_t index, void *) const { return (const uint16_t *)matrix.data + index * rows.stride * P; }
     template <int R> void block(int64_t row, const uint16_t *weights, Lanes *sums) const { block_bf16<R>(weights, rows, row, sums); }
 };
 
 struct BF16Choice {
-    static Form form(const Matrix &matrix, int64_t rows) {
-        return matrix.kind == OCTAVO_BF16 || (has_codes(matrix) && rows > FEW) ? Form::BF16 : Avx512Choice::form(matrix, rows);
-    }
+    static Form form(const Matrix &matrix, int64_t rows) { return matrix.kind == OCTAVO_BF16 ? Form::BF16 : Avx512Choice::form(matrix, rows); }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
         if (rows.form == Form::BF16) run(BF16Math{matrix, rows});

@@ -120,8 +120,8 @@ int64_t argmax(const float *values, int64_t count) {
     return 0;
 }
 
+// All but the products.
 void fill_generic(Kernels &kernels) {
-    fill_products<GenericChoice>(kernels);
     kernels.add_norm = add_norm_generic;
     kernels.cap = cap_values;
     kernels.write = write_generic;

@@ -43,6 +43,52 @@ inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *fi
     _tile_stored(3, sums + BLOCK * P + TILE * P, 64);
 }
 
+// Unpacks codes to bfloat16, for large batches: 32 k of a panel at a time, to [16 pairs of k][16][2].
+//
+// A code is shifted into the top fraction bits of a float 1.0, which makes it 1 + code / 16 (or / 256); an adjusted scale
+// and offset convert that to the weight.
+template <Digits D> struct Unpacker {
+    static const bool FOUR = D != Digits::BYTES, SMALL = D == Digits::NIBBLES;
+    const Matrix &matrix;
+    const int64_t stride, groups = stride / matrix.group, span = std::min<int64_t>(32, matrix.group);
+    const __m512 factor = _mm512_set1_ps(matrix.factor), steps = _mm512_set1_ps(matrix.factor * (SMALL ? 16 : 256));
+    const __m512i one = _mm512_set1_epi32(0x3f800000), digits = _mm512_set1_epi32(SMALL ? 0x00780000 : 0x007f8000);
+    const __m512i interleave = interleave512();
+
+    void operator()(int64_t panel, int64_t k, uint16_t *to) const {
+        const uint8_t *w = (const uint8_t *)matrix.data + (panel * stride + k) * P / (FOUR ? 2 : 1);
+        for (int64_t end = k + 32; k < end; k += span) {
+            int64_t place = (panel * groups + k / matrix.group) * P;
+            __m512 scale = _mm512_mul_ps(steps, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.scale + place))));
+            __m512 offset = _mm512_fmsub_ps(factor, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.offset + place))), scale);
+            auto value = [&](__m512i shifted) {  // (shifted & digits) | one
+                return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(shifted, digits, one, 0xea)), scale, offset);
+            };
+            auto put = [&](__m512i first, __m512i second) {
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(value(second), value(first));
+                _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, both));
+                to += 32;
+            };
+            auto put_bytes = [&](__m512i codes) {
+                put(_mm512_slli_epi32(codes, 15), _mm512_slli_epi32(codes, 7));
+                put(_mm512_srli_epi32(codes, 1), _mm512_srli_epi32(codes, 9));
+            };
+            for (int64_t i = 0; i < span; i += FOUR ? 8 : 4, w += 64) {
+                __m512i codes = _mm512_loadu_si512(w);
+                if constexpr (D == Digits::LOOKED_UP) {
+                    const Words words{{(Integers)codes}};
+                    put_bytes((__m512i)looked_up(low_digits(words), matrix.table).part[0]);
+                    codes = (__m512i)looked_up(high_digits(words), matrix.table).part[0];
+                } else if (SMALL) {
+                    put(_mm512_slli_epi32(codes, 19), _mm512_slli_epi32(codes, 11));
+                    put(_mm512_slli_epi32(codes, 3), _mm512_srli_epi32(codes, 5));
+                }
+                put_bytes(codes);
+            }
+        }
+    }
+};
+
 struct Stored {  // panels of bfloat16: used in place
     void operator()(int64_t, int64_t, uint16_t *) const {}
 };
@@ -104,8 +150,15 @@ void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end
     else by_digits(matrix, [&](auto digits) { by_tiles(matrix, rows, begin, end, Unpacker<digits>{matrix, rows.stride}, scratch, take, place); });
 }
 
+// Codes are multiplied as codes in small batches, and unpacked for larger ones.
+Form form_amx(const Matrix &matrix, int64_t rows) { return has_codes(matrix) && rows > FEW ? Form::BF16 : BF16Choice::form(matrix, rows); }
+
+inline bool by_vectors(const Matrix &matrix, const Rows &rows) {
+    return rows.form != Form::BF16 || (matrix.kind == OCTAVO_BF16 && rows.rows < AT_LEAST);
+}
+
 void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
-    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return product_by<BF16Choice>(matrix, rows, panel, end, y, stride, scratch);
+    if (by_vectors(matrix, rows)) return product_by<BF16Choice>(matrix, rows, panel, end, y, stride, scratch);
     auto place = [&](int64_t row, int64_t at) { return y + row * stride + at * P; };
     auto take = [&](int64_t row, int64_t at, const float *first, const float *second) {
         float *to = place(row, at);
@@ -133,7 +186,7 @@ void gelu_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end
 }
 
 void gate_up_amx(const Matrix &matrix, int activation, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
-    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_by<BF16Choice>(matrix, activation, rows, pair, end, y, scratch);
+    if (by_vectors(matrix, rows)) return gate_up_by<BF16Choice>(matrix, activation, rows, pair, end, y, scratch);
     if (activation == OCTAVO_GELU) return gelu_amx(matrix, rows, pair, end, y, scratch);
     auto place = [&](int64_t row, int64_t at) { return place_in(y, row, at / 2); };
     auto take = [&](int64_t row, int64_t at, const float *gate, const float *up) {
@@ -160,6 +213,7 @@ void start_tiles() {
 
 void fill_amx(Kernels &kernels) {
     kernels.start = start_tiles;
+    kernels.form = form_amx;
     kernels.product = product_amx;
     kernels.gate_up = gate_up_amx;
     kernels.attend = attend_amx;

@@ -7,7 +7,7 @@
 //     BF16      rounded to bfloat16
 //     INT8      one-byte codes, with a scale for each span of k: 32, or the group of the weights if that is smaller
 //
-// INT8 is for small batches. Larger ones are multiplied by weights that were unpacked to one of the other formats.
+// INT8 is for weights in codes. The levels amx, neon and i8mm use it for small batches only, and unpack the weights for larger ones.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace octavo {
 
 enum class Form { FLOAT, HALF, BF16, INT8 };
 
-const int64_t FEW = 16;      // maximum rows multiplied as 8-bit codes; for more, unpacking the weights pays off
+const int64_t FEW = 16;      // on levels that unpack codes: the largest batch that is multiplied as codes
 const int64_t SPAN = 32;     // maximum columns of x that share a scale: with more, one large number would cost too many others their precision
 
 enum class Digits { BYTES, NIBBLES, LOOKED_UP };  // 8-bit codes; 4-bit codes; 4-bit codes with a table of values
@@ -51,13 +51,18 @@ static inline void put(const float *values, const Target &target, int64_t row, i
         for (int64_t i = 0; i < count; i++) target.halves[place + i] = float_to_bf16(values[i]);
 }
 
+// Attention of a query is computed piece by piece, and the pieces are joined in the order of their positions. They begin at multiples
+// of PIECE, so the result does not depend on the task that computes a piece, or on the other queries there.
+const int64_t PIECE = 256;
+
 struct Task {                // attention of one kv head for some queries over keys of one row
     int64_t row, token, queries;      // the row of the keys; the first token, and the number of queries
     const int32_t *tokens;            // or null: the queries are consecutive
     int64_t kv_head;
-    int64_t begin, end;               // positions of the context
-    int64_t partial;                  // index of its partial result, or -1: it computes the final result and merges these parts
-    const int64_t *places;            // partial results over other keys of the same queries
+    int64_t begin, end;               // positions of the context; `begin` is the first of a piece
+    int64_t partial;                  // index of its first partial result, or -1: it computes the final result and begins with these parts
+    bool joined;                      // its partial result is over all its keys; otherwise there is one for each piece
+    const int64_t *places;            // partial results over the keys before it, of the same queries, in order
     int64_t parts;                    // their number
 
     int64_t token_of(int64_t query) const { return tokens ? tokens[query] : token + query; }

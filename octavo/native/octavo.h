@@ -195,7 +195,7 @@ int octavo_gather(const Group *group, const void *mine, void *all, int64_t bytes
 void octavo_abort(const Group *group);                                                                  // aborts for this rank and ends all waiting
 
 // The parts of a step, for the layer-by-layer path and for tests against the torch references.
-// tokens: of the step that the rows belong to. Unless it is a small batch, no row is multiplied as 8-bit codes.
+// tokens: of the step that the rows belong to, which determines their format on some levels.
 int octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);        // y: [rows][n]
 int octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);   // y: [rows][n / 2]; without a gate: [rows][n]
 int octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);       // y: [tokens][hidden]

@@ -150,52 +150,38 @@ template <Digits D, class Run> INLINE void each_quad(const Words &words, const u
     else run(looked_up(low_digits(words), table), 0, 255), run(looked_up(high_digits(words), table), 0, 255);
 }
 
-// Unpacks a panel of codes to floats: to [stride][16]
-template <Digits D> void unpack_codes(const Matrix &matrix, int64_t stride, int64_t panel, float *to) {
-    const bool FOUR = D != Digits::BYTES;
-    const int64_t groups = stride / matrix.group;
-    const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t place = (panel * groups + g) * P;
-        const Lanes scale = load_f16(matrix.scale + place) * matrix.factor, offset = load_f16(matrix.offset + place) * matrix.factor;
-        for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
-            each_quad<D>(load_words(w), matrix.table, [&](const Words &words, int shift, int mask) {
-                for (int i = 0; i < 4; i++, to += P) store(multiply_add(digits_of(words, 8 * i + shift, mask), scale, offset), to);
-            });
-        }
-    }
-}
-
-struct UnpackedMath {  // weights are unpacked to floats first, for large batches
+// Weights are widened to floats first, if there are enough rows. Sums have the same bits as in place.
+template <class Panel> struct WidenedMath {
     static const int MOST = FLOAT_MOST;
     const Matrix &matrix;
     const Rows &rows;
 
     FloatPanel panel(int64_t index, void *memory) const {
+        const Panel from{(decltype(Panel::w))matrix.data + index * rows.stride * P};
         float *to = (float *)memory;
-        if (has_codes(matrix)) by_digits(matrix, [&](auto digits) { unpack_codes<digits>(matrix, rows.stride, index, to); });
-        else if (matrix.kind == OCTAVO_F16) unpack(F16Panel{(const uint16_t *)matrix.data + index * rows.stride * P}, to);
-        else unpack(BF16Panel{(const uint16_t *)matrix.data + index * rows.stride * P}, to);
-        return {to};
-    }
-    template <int R> void block(int64_t row, FloatPanel weights, Lanes *sums) const { block_float<R>(weights, rows, row, sums); }
-
-private:
-    template <class Panel> void unpack(const Panel &panel, float *to) const {
         for (int64_t k = 0; k < rows.stride; k += 2) {
             Lanes two[2];
-            panel.load_two(k, two);
-            store(two[0] * matrix.factor, to + k * P);
-            store(two[1] * matrix.factor, to + (k + 1) * P);
+            from.load_two(k, two);
+            store(two[0], to + k * P);
+            store(two[1], to + (k + 1) * P);
         }
+        return {to};
+    }
+    template <int R> void block(int64_t row, FloatPanel weights, Lanes *sums) const {
+        block_float<R>(weights, rows, row, sums);
+        for (int r = 0; r < R; r++) sums[r] = sums[r] * matrix.factor;
     }
 };
 
+template <class Panel, class Run> void choose_halves(const Matrix &matrix, const Rows &rows, Run run) {
+    if (rows.rows > FLOAT_MOST) run(WidenedMath<Panel>{matrix, rows});
+    else run(FloatMath<Panel>{matrix, rows});
+}
+
 template <class Run> void choose_float(const Matrix &matrix, const Rows &rows, Run run) {
     if (matrix.kind == OCTAVO_F32) run(FloatMath<FloatPanel>{matrix, rows});
-    else if (has_codes(matrix) || rows.rows > FLOAT_MOST) run(UnpackedMath{matrix, rows});
-    else if (matrix.kind == OCTAVO_F16) run(FloatMath<F16Panel>{matrix, rows});
-    else run(FloatMath<BF16Panel>{matrix, rows});
+    else if (matrix.kind == OCTAVO_F16) choose_halves<F16Panel>(matrix, rows, run);
+    else choose_halves<BF16Panel>(matrix, rows, run);
 }
 
 // --- 8-bit codes -------------------------------------------------------------------------------------------------------
@@ -214,9 +200,11 @@ template <int R, bool CENTRED = false> struct CodeSums {
     }
     // total(r): of row r, for the span that starts at k
     template <class Total> INLINE void add_span(int64_t k, Total total) {
-        const int64_t place = (panel * groups + (k >> group_bits)) * P, index = row * spans + (k >> span_bits);
-        const Lanes scales = load_f16(matrix.scale + place);
-        Lanes offsets = load_f16(matrix.offset + place);
+        const int64_t place = (panel * groups + (k >> group_bits)) * P;
+        add_span(k, load_f16(matrix.scale + place), load_f16(matrix.offset + place), total);
+    }
+    template <class Total> INLINE void add_span(int64_t k, const Lanes &scales, Lanes offsets, Total total) {
+        const int64_t index = row * spans + (k >> span_bits);
         if (CENTRED) offsets = multiply_add(scales, broadcast(128.0f), offsets);
         for (int r = 0; r < R; r++) {
             acc[r] = multiply_add(total(r), scales * rows.scale[index + r * spans], acc[r]);
@@ -226,36 +214,6 @@ template <int R, bool CENTRED = false> struct CodeSums {
     void finish(Lanes *sums) const {
         for (int r = 0; r < R; r++) sums[r] = acc[r] * matrix.factor;
     }
-};
-
-template <Digits D> struct PlainCodesMath {
-    static const int MOST = 1;
-    static const bool FOUR = D != Digits::BYTES;
-    const Matrix &matrix;
-    const Rows &rows;
-
-    int64_t panel(int64_t index, void *) const { return index; }
-    template <int R> void block(int64_t row, int64_t panel, Lanes *sums) const {
-        CodeSums<1> made(matrix, rows, row, panel);
-        const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
-        const int8_t *x = rows.codes + row * rows.stride;
-        for (int64_t k = 0; k < rows.stride; k += made.span) {
-            int32_t total[P] = {};
-            for (int64_t i = k; i < k + made.span; i += FOUR ? 8 : 4, w += 64)
-                for (int n = 0; n < P; n++)
-                    for (int j = 0; j < 4; j++) {
-                        total[n] += value(FOUR ? w[4 * n + j] & 15 : w[4 * n + j]) * x[i + j];
-                        if (FOUR) total[n] += value(w[4 * n + j] >> 4) * x[i + 4 + j];
-                    }
-            float floats[P];
-            for (int n = 0; n < P; n++) floats[n] = float(total[n]);
-            made.add_span(k, [&](int) { return load(floats); });
-        }
-        made.finish(sums);
-    }
-
-private:
-    int value(int code) const { return D == Digits::LOOKED_UP ? matrix.table[code] : code; }
 };
 
 // --- rows of x ---------------------------------------------------------------------------------------------------------
@@ -318,17 +276,15 @@ void prepare_row(const Matrix &matrix, const float *x, const Rows &rows, int64_t
 
 // --- the kernels of a level ----------------------------------------------------------------------------------------------
 
-// Small batches by codes, all others by floats. CodesMath: how the level multiplies codes.
+// Codes by codes, all other weights by floats, however many rows there are. CodesMath: how the level multiplies codes.
 template <template <Digits> class CodesMath> struct FloatChoice {
-    static Form form(const Matrix &matrix, int64_t rows) { return has_codes(matrix) && rows <= FEW ? Form::INT8 : Form::FLOAT; }
+    static Form form(const Matrix &matrix, int64_t) { return has_codes(matrix) ? Form::INT8 : Form::FLOAT; }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
         if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
         else by_digits(matrix, [&](auto digits) { run(CodesMath<digits>{matrix, rows}); });
     }
 };
-
-using GenericChoice = FloatChoice<PlainCodesMath>;
 
 template <class Choice>
 void product_by(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {

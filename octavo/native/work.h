@@ -36,7 +36,7 @@ private:
     size_t bytes_ = 0;
 };
 
-// Rows prepared for a product. Their format depends on the number of tokens in their step: the logits of a prompt's last
+// Rows prepared for a product. On some levels their format depends on the number of tokens in their step: the logits of a prompt's last
 // token are computed with the same precision as the prompt.
 struct RowBuffer {
     Buffer values, scale, sum;

@@ -2,7 +2,7 @@
 
 What a kernel rounds its numbers to is part of what it is, so the twin rounds alike and little tolerance is left:
 
-    form of x     codes      8 bits and a scale for each span of up to 32 k: few rows, weights in codes
+    form of x     codes      8 bits and a scale for each span of up to 32 k: weights in codes, on some levels for few rows only
                   floats     as they are, as are the weights
                   bf16       bfloat16, as are the weights
                   halves     float16 with a scale for each span, as are the weights; sums are, too, over a span
@@ -22,7 +22,9 @@ from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, No
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.reference.layer import rms_norm
 
-FEW_ROWS = 16  # up to here weights in codes are multiplied by codes
+# Levels on which the numbers of a row do not depend on the other rows of its step.
+INVARIANT = ("portable", "avx2", "avx512", "avx512bf16")
+FEW_ROWS = 16  # up to here the other levels multiply weights in codes by codes
 SPAN = 32  # columns of x that share a scale, at most
 
 TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 1e-5}  # by form, of the largest result of a product
@@ -129,7 +131,7 @@ def gated(both: Floats, activation: str = "swiglu") -> Floats:
 
 def form_of(level: str, kind: int, rows: int) -> str:
     """How a level multiplies so many rows."""
-    if kind in (Q8, Q4) and rows <= FEW_ROWS:
+    if kind in (Q8, Q4) and (level in INVARIANT or rows <= FEW_ROWS):
         return "codes"
     if kind == F32 or (kind == BF16 and level == "neon"):
         return "floats"
