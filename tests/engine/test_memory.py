@@ -23,7 +23,7 @@ from octavo.comm.comm import NullComm
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.ops import choose_experts
-from octavo.layers import mixture as mixture_layer
+from octavo.layers import mlp
 from octavo.loading.requantized import DummyCheckpoint
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
@@ -341,7 +341,7 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
     (tmp_path / "config.json").write_text(json.dumps(SMALL | fields))
     forward, sample = ModelRunner.forward, ModelRunner.sample
     if largest == "one expert":  # every token chooses the same ones
-        monkeypatch.setattr(mixture_layer, "choose_experts", lambda logits, *form: choose_experts(logits * 0 + torch.arange(16), *form))
+        monkeypatch.setattr(mlp, "choose_experts", lambda logits, *form: choose_experts(logits * 0 + torch.arange(16), *form))
     peaks: list[int] = []
     watched: list[bool] = []
 
