@@ -3,6 +3,7 @@
 Some kernels are called as an engine calls them, for a GPU that is not there, and loaded, but not launched.
 """
 
+import json
 import sys
 from typing import Any
 
@@ -13,13 +14,15 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.worker.compile_process import NoGPU, read_wanted
+from octavo.worker.compile_process import NoGPU
+from octavo.worker.compilers import Wanted
 from octavo.worker.kernel_calls import KernelCalls, kernel_keys
+from octavo.worker.kernel_shapes import from_json
 
 
 def call_fewer() -> None:
     """A few of the kernels: those that share functions, one with tensor descriptors, some small ones."""
-    KernelCalls.calls = lambda self: [self.attend_to(1, 32, None), self.around_a_step, self.behind_a_step()[0]]  # type: ignore[method-assign]
+    KernelCalls.calls = lambda self: [self.attend_to(1, 32, self.spec), self.around_a_step, self.behind_a_step()[0]]  # type: ignore[method-assign]
 
 
 def compile_only() -> None:
@@ -47,7 +50,7 @@ def report() -> None:
 
 
 def main() -> None:
-    wanted = read_wanted(sys.stdin.readline())
+    wanted = from_json(Wanted, json.loads(sys.stdin.readline()))
     driver.set_active(NoGPU(wanted.capability))
     report()
     call_fewer()
