@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, CompletionOutput, RequestOutput, SamplingParams
 from tests.support.native import levels_here
 from tests.support.native_weights import INVARIANT
 
@@ -33,10 +33,11 @@ Answer = list[tuple[list[int], list[dict[int, float]]]]
 
 def answers(outputs: list[RequestOutput]) -> list[Answer]:
     """The ids and logprobs of every completion of every request."""
-    return [
-        [(list(one.token_ids), [{token: lp.logprob for token, lp in choices.items()} for choices in one.logprobs or []]) for one in output.outputs]
-        for output in outputs
-    ]
+    return [[(list(one.token_ids), logprobs(one)) for one in output.outputs] for output in outputs]
+
+
+def logprobs(one: CompletionOutput) -> list[dict[int, float]]:
+    return [{token: choice.logprob for token, choice in choices.items()} for choices in one.logprobs or []]
 
 
 class Schedules:
