@@ -215,7 +215,6 @@ class AddRequest:
     priority: int = 0
     cache_salt: str = ""
     bad_words: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
-    noise: int | None = None  # the source of noise for a request without a seed; None: the order of arrival
     outputs: dict[int, list[int]] | None = None  # the request began elsewhere: sample -> its tokens so far, for all that have not ended
     beams: Beams | None = None
     pin: PinOrder | None = None

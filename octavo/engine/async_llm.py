@@ -32,7 +32,7 @@ from octavo.log import logger
 from octavo.messages import AddRequest, EngineFacts, PinOrder, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.policy.pins import COMPUTE
-from octavo.policy.request import check_request
+from octavo.policy.request import check_request, given_seed
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
@@ -69,6 +69,7 @@ class AsyncLLM:
         self.pins = PinReconciler(pins or PinRegistry(), self.replicas, self._compute_pin, leads=self._folder is not None)
         self._decoding = asyncio.Lock()  # held by the reader whose turn it is to decode logprobs
         self._count = 0
+        self._num_seeds = 0
         self._draining = self._broken = self._closed = False
 
     @property
@@ -192,7 +193,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yields the updates since the last item, one delta for each sample that has any. Leaving the iteration aborts the request.
 
-        The request gets its id, its noise and its bad words as ids here. `timeout`: in seconds. `label`: the name that watchers see.
+        The request gets its id, a seed if it has none, and its bad words as ids here. `timeout`: in seconds. `label`: its name for watchers.
         `engine`: the only one that it may go to.
         Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item if possible.
         """
@@ -213,6 +214,12 @@ class AsyncLLM:
             async for _ in updates:
                 pass
 
+    def new_seed(self) -> int:
+        """Returns a seed for a request without one. `seed` of the engine determines which ones it returns."""
+        self._num_seeds += 1
+        number = self._serving.first_number + (self._num_seeds - 1) * self._serving.number_step
+        return given_seed(self.config.seed, number)
+
     def _open(self, request: AddRequest, label: str, engine: int | None) -> Stream:
         """Checks a request and opens its stream, before it is sent: an answer may come at once."""
         if self.state != "ready":
@@ -221,8 +228,10 @@ class AsyncLLM:
         params = request.params
         words = request.bad_words or self.encoder.spellings(params.bad_words)
         check_params(params, self.config)
-        noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
-        request = replace(request, request_id=f"{self.name}-{self._count}", params=copy(params), bad_words=words, noise=noise)
+        params = copy(params)
+        if params.seed is None:
+            params.seed = self.new_seed()
+        request = replace(request, request_id=f"{self.name}-{self._count}", params=params, bad_words=words)
         check_request(request, self.facts.limits)
         stream = Stream(request, self._text.tokenizer, self._decoding, label, engine)
         self._outputs.add(request, None, stream)

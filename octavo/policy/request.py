@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Collection
 from dataclasses import replace
 from enum import Enum
+from hashlib import blake2b
 from math import inf
 from operator import attrgetter
 
@@ -24,13 +25,18 @@ from octavo.policy.block_pool import BlockKey
 
 LOW32 = 0xFFFFFFFF
 NEVER_TRIED = -inf
-UNSEEDED = 1 << 31  # separates the noise streams of unseeded requests from seeded ones
+SEED_BITS = 53  # of the seeds given to requests without one: JSON keeps such integers exactly
 
 
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def given_seed(engine_seed: int, number: int) -> int:
+    """Returns the seed of a request that has none of its own. `number`: another one for each request"""
+    return int.from_bytes(blake2b(b"%d %d" % (engine_seed, number), digest_size=8).digest()) >> (64 - SEED_BITS)
 
 
 class Request:
@@ -40,11 +46,9 @@ class Request:
         "bad_words",
         "beams",
         "end_ids",
-        "engine_seed",
         "extras",
         "held",
         "life",
-        "noise_number",
         "num_prompt",
         "params",
         "pin",
@@ -53,6 +57,7 @@ class Request:
         "reported_logprobs",
         "request_id",
         "root",
+        "seed",
         "sequences",
     )  # fmt: skip
 
@@ -75,8 +80,7 @@ class Request:
             self.params = replace(params, temperature=0.0, logprobs=wanted)
         self.pin = message.pin  # set if it computes a prefix that will be pinned
         self.bad_words = message.bad_words  # id sequences that must not occur in a sample
-        self.engine_seed = engine_seed
-        self.noise_number = arrival if message.noise is None else message.noise
+        self.seed = given_seed(engine_seed, arrival) if params.seed is None else params.seed
         self.life = LifeRecord(queued)
         self.extras = message.extras  # link -> additional bytes that its digest covers besides its tokens
         self.position_offset = message.position_offset
@@ -90,13 +94,8 @@ class Request:
         return self.params.n if self.beams is None else self.beams.width
 
     def noise(self, index: int) -> NoiseKey:
-        """With a seed: (seed, sample index). Without one: (engine seed, the request's number), and the sample in the stream.
-
-        These are 32-bit words: after 2^32 requests the numbers wrap around, and old noise is reused.
-        """
-        if self.params.seed is not None:
-            return NoiseKey((self.params.seed & LOW32, index), 0, self.params.seed >> 32)
-        return NoiseKey((self.engine_seed & LOW32, self.noise_number & LOW32), UNSEEDED | index, self.engine_seed >> 32)
+        """Returns the key of a sample's noise, in 32-bit words."""
+        return NoiseKey((self.seed & LOW32, index), 0, self.seed >> 32)
 
 
 class Sequence:

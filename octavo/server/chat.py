@@ -90,7 +90,8 @@ class _Answer:
         self._tally = Tally([request], reasoning_counters(server, form, prompt, request.params.n))
         stream = bool(body.stream)
         kind = "chat.completion.chunk" if stream else "chat.completion"
-        self._frame = Frame(answer_id, kind, server.model_name, self._tally, body.stream_options, bool(body.include_timings))
+        timings = bool(body.include_timings)
+        self._frame = Frame(answer_id, kind, server, request.params.seed, self._tally, body.stream_options, timings)
         apart = [None if form.is_plain else AnswerParts(form, prompt, stream) for _ in range(request.params.n)]
         self._choices = [_Choice(one) for one in apart]
 

@@ -64,7 +64,7 @@ class _Answer:
         self._tally = Tally(requests)
         self._watch = server.observer.watch("cmpl-", requests)
         timings = bool(body.include_timings)
-        self._frame = Frame(self._watch.id, "text_completion", server.model_name, self._tally, body.stream_options, timings)
+        self._frame = Frame(self._watch.id, "text_completion", server, requests[0].params.seed, self._tally, body.stream_options, timings)
         self._choices = [choice for request in requests for choice in self._choices_of(request)]
 
     def _choices_of(self, request: AddRequest) -> list[_Choice]:

@@ -164,8 +164,17 @@ def _spans(life: LifeRecord) -> tuple[float, float, float]:
 class Frame:
     """Writes the JSON around the choices, of each chunk or of the whole answer."""
 
-    def __init__(self, answer_id: str, kind: str, model: str, tally: Tally, options: StreamOptions | None, timings: bool) -> None:
-        self.head: dict[str, object] = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
+    def __init__(
+        self, answer_id: str, kind: str, server: Server, seed: int | None, tally: Tally, options: StreamOptions | None, timings: bool
+    ) -> None:
+        self.head: dict[str, object] = {
+            "id": answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": server.model_name,
+            "system_fingerprint": server.fingerprint,
+            "seed": seed,
+        }
         self._tally = tally
         self._timings = timings
         self._usage_last = options is not None and bool(options.include_usage)

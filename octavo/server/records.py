@@ -97,6 +97,7 @@ class Sample:
 class Prompt:
     prompt_tokens: int
     left: int  # samples that have not ended
+    seed: int | None = None  # None: a beam search
     first_token: float = 0.0  # when it came; 0: there is none yet
     finished: float = 0.0
     life: LifeRecord | None = None  # the engine's newest
@@ -134,6 +135,7 @@ def _prompt_dict(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[
     times = (("queued", life.queued), ("first_scheduled", life.first_scheduled), ("first_token", prompt.first_token))
     return {
         "prompt_tokens": prompt.prompt_tokens,
+        "seed": prompt.seed,
         "cached_tokens": life.cached_tokens,
         "pinned_tokens": life.pinned_tokens,
         "hit_reason": life.hit_reason,
@@ -259,7 +261,7 @@ class Observer:
     def watch(self, prefix: str, requests: Sequence[AddRequest]) -> "Watch":
         """Returns the watch of a new request. Its id is `prefix` and 128 random bits, so that the id of a record cannot be guessed."""
         n = requests[0].params.n
-        prompts = [Prompt(len(request.prompt_token_ids), n) for request in requests]
+        prompts = [Prompt(len(request.prompt_token_ids), n, request.params.seed) for request in requests]
         record = Record(prefix + token_hex(16), current_arrival(), n, prompts, [Sample(prompt) for prompt in prompts for _ in range(n)])
         return Watch(record, self)
 

@@ -74,7 +74,7 @@ async def chat_request(
     """
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
     beams = beams_of(body, server.config.max_n) if isinstance(body, ChatBody) else None
-    params = params if beams is None else for_beams(params)
+    params = _seeded(params, server) if beams is None else for_beams(params)
     terms = _terms_of(body, server.config)
     text, ids = await _encode_chat(request, server, messages, offered, body.chat_template_kwargs)
     words = await _spell_words(request, server, params.bad_words)
@@ -106,7 +106,14 @@ async def completion_requests(
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
     params = await _held_to(server, params, structured)
-    return [text for text, _ in encoded], [AddRequest("", ids, params, *terms, words, beams=beams) for _, ids in encoded]
+    own_params = [params if beams is not None else _seeded(params, server) for _ in encoded]
+    requests = [AddRequest("", ids, own, *terms, words, beams=beams) for (_, ids), own in zip(encoded, own_params, strict=True)]
+    return [text for text, _ in encoded], requests
+
+
+def _seeded(params: SamplingParams, server: Server) -> SamplingParams:
+    """Gives every request a seed, so that its answer can be repeated."""
+    return params if params.seed is not None else replace(params, seed=server.llm.new_seed())
 
 
 async def _held_to(server: Server, params: SamplingParams, structured: StructuredOutputsParams | None) -> SamplingParams:

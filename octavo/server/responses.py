@@ -144,6 +144,7 @@ class _Answer:
     ) -> None:
         self._body = body
         self._params = request.params
+        self._fingerprint = server.fingerprint
         self._updates = updates
         self._tally = Tally([request], reasoning_counters(server, form, prompt, 1))
         self._parts = AnswerParts(form, prompt, bool(body.stream))
@@ -203,7 +204,9 @@ class _Answer:
             "parallel_tool_calls": self._body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
+            "seed": self._params.seed,
             "store": False,
+            "system_fingerprint": self._fingerprint,
             "temperature": float(self._params.temperature),
             "text": {"format": (self._body.text and self._body.text.format) or {"type": "text"}},
             "tool_choice": self._body.tool_choice or "auto",

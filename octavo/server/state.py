@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.replica import State
@@ -41,6 +42,11 @@ class Server:
             special = [tokenizer.token(token) for token in sorted(tokenizer.special_ids)]
             self._grammars = GrammarChecker(special, lambda: first_pieces(tokenizer))
         return self._grammars
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies everything that can change an answer besides its request: version, weights, number formats and kernels."""
+        return f"fp_{sha256(self.llm.facts.identity).hexdigest()[:16]}"
 
     @property
     def engines_to_replace(self) -> bool:

@@ -192,7 +192,7 @@ class FakeEngine:
         message, request = self.asked[name]
         live = {index: tokens.copy() for (at, index), tokens in self.tokens.items() if at == name and (at, index) not in self.ends}
         self.core.abort(name)
-        message = replace(message, noise=request.noise_number, outputs=live if any(live.values()) else None)
+        message = replace(message, params=replace(message.params, seed=request.seed), outputs=live if any(live.values()) else None)
         if message.outputs is None and len(live) < message.params.n:
             message.outputs = live  # a sample has ended before it began
         self.core.add(message)

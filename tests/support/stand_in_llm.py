@@ -10,7 +10,7 @@ with; and `trouble`, an error that comes in place of the news after so many.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -36,6 +36,7 @@ class StandInLLM:
     pause: float = 0.0  # seconds between two deltas
     asked: list[AddRequest] = field(default_factory=list)
     timeouts: list[float | None] = field(default_factory=list)  # of each of these
+    seeds: Iterator[int] = field(default_factory=itertools.count)  # for requests without one
     resets: int = 0
     script: list[str] = field(default_factory=list)
     trouble: tuple[int, Exception] | None = None
@@ -68,6 +69,9 @@ class StandInLLM:
                 if (deltas := await anext(news, None)) is None:
                     return
                 yield deltas
+
+    def new_seed(self) -> int:
+        return next(self.seeds)
 
     async def _scripted(self, request: AddRequest) -> News:
         for place, text in enumerate(self.script, 1):
