@@ -193,7 +193,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Yields the updates since the last item, one delta for each sample that has any. Leaving the iteration aborts the request.
 
-        The request gets its id, a seed if it has none, and its bad words as ids here. `timeout`: in seconds. `label`: its name for watchers.
+        The request gets its id, a seed if it has none, and its bad words as ids here. `timeout`: in seconds. `label`: seen by watchers.
         `engine`: the only one that it may go to.
         Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item if possible.
         """
