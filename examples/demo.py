@@ -28,7 +28,7 @@ VISITORS = [
     "What does it cost for children?",
 ]
 OTHERS = [
-    "What is the capital of France?",
+    "What is the capital of Japan?",
     "Name three primary colours.",
     "Why is the sky blue?",
     "What is two plus three?",

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from octavo.attention.mixer import StepLoad
 from octavo.layout import K_PAD, PANEL
 from octavo.models.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription
-from octavo.models.mixture_family import MATRICES
 from octavo.sizing.activations import FLOAT32
 from octavo.sizing.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
@@ -24,6 +23,8 @@ KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whol
 
 def native_refusal(model: ModelDescription) -> str | None:
     """Returns why the native program cannot run this model, or None."""
+    from octavo.models.mixture_family import MATRICES  # the families need numpy, and `octavo doctor` plans without it
+
     for layer, index in model.kinds.items():
         if (difference := _unknown(layer)) is not None:
             return f"layer {index} {difference}"

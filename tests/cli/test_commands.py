@@ -25,8 +25,8 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
 
 # promise: octavo-chat, model-existing-gguf, model-nothing-default, linux-x86-64, chat-generate-log, octavo-run-octavo
 def test_the_default_model_answers_once_with_text_alone() -> None:
-    run = octavo("run", "smollm2-135m-instruct", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8")
-    assert (run.stdout, run.stderr, run.returncode) == ("The capital of France is Paris.\n", "", 0)
+    run = octavo("run", "smollm2-135m-instruct", "What is the capital of Japan?", "--temperature", "0", "--max-tokens", "8")
+    assert (run.stdout, run.stderr, run.returncode) == ("The capital of Japan is Tokyo.\n", "", 0)
 
 
 # promise: model-existing-folder, max-model-len, logs-go-stderr, octavo-chat-model, without-params-max

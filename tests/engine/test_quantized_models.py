@@ -44,12 +44,11 @@ KINDS = {
 }
 PROMPTS = [[(7 * i + j * j) % 300 for j in range(5 + 20 * i)] for i in range(3)]
 LAYERS = 2
-# tests/support/rounding.py derives the bounds. In steps of more than 16 tokens the native program multiplies in bfloat16 where the CPU
-# can, which rounds 14 times in a layer: both factors of five products, queries, keys, values and weights of attention. Other levels round
-# less. In smaller steps activations are rounded to 8 bits in groups of 32. Unquantised, it computes in float32: sums of up to 256 terms.
-LARGE_STEPS = sqrt(14 / PRODUCTS) * share_of_float(7)
-SMALL_STEPS, EXACT = both(LARGE_STEPS, share_of_int8(32)), share_of_float32(256)
-AS_INT8, AS_INT4 = both(LARGE_STEPS, share_of_int8(32)), both(LARGE_STEPS, share_of_int4(32))  # what rounding the weights adds
+# tests/support/rounding.py derives the bounds. The native program multiplies weights in codes by activations that are rounded to 8 bits in
+# groups of 32. On some levels it multiplies in bfloat16 in steps of more than 16 tokens, which rounds 14 times in a layer: both factors of
+# five products, queries, keys, values and weights of attention. Unquantised, it computes in float32: sums of up to 256 terms.
+ROUNDED, EXACT = both(sqrt(14 / PRODUCTS) * share_of_float(7), share_of_int8(32)), share_of_float32(256)
+AS_INT8, AS_INT4 = both(ROUNDED, share_of_int8(32)), both(ROUNDED, share_of_int4(32))  # what rounding the weights adds
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2)
 
 
@@ -82,9 +81,9 @@ def test_a_quantised_folder_says_what_its_floats_say(
     assert numbers(run(quantized, native=False)[0]) == numbers(reference)
     packed, nbytes = run(quantized)
     weights = share_of_int8(32) if kind.method == "fp8" else 0.0
-    record_property(name, assert_near(packed, reference, both(LARGE_STEPS, weights), LAYERS))
+    record_property(name, assert_near(packed, reference, both(ROUNDED, weights), LAYERS))
     small, _ = run(quantized, max_num_batched_tokens=16)
-    record_property(f"{name}, in small steps", assert_near(small, reference, both(SMALL_STEPS, weights), LAYERS))
+    record_property(f"{name}, in small steps", assert_near(small, reference, both(ROUNDED, weights), LAYERS))
     assert nbytes == model_shape(str(quantized)).needs("float32", native_threads=1).weights
     dense, dense_bytes = run(quantized, quantization="none")
     assert_near(dense, reference, EXACT, LAYERS)
@@ -109,7 +108,7 @@ def test_a_mistake_in_one_matrix_is_larger_than_rounding(tmp_path: Path, mistake
     weights = {key: weight.clone() for key, weight in load_file(quantized / "model.safetensors").items()}
     weights[f"model.layers.0.{name}"] = spoil(weights[f"model.layers.0.{name}"]).contiguous()
     save_file(weights, quantized / "model.safetensors")
-    reference, share = run(floats, native=False)[0], AS_INT8 if kind.method == "fp8" else LARGE_STEPS
+    reference, share = run(floats, native=False)[0], AS_INT8 if kind.method == "fp8" else ROUNDED
     with pytest.raises(AssertionError, match="of the bound"):
         assert_near(run(quantized)[0], reference, share, LAYERS)
 
@@ -130,7 +129,7 @@ def test_floats_are_quantised_at_load_and_take_less(
     assert nbytes - embedding < (floats - embedding) / 32 * bits
     again, same = run(folder, native=False, quantization=quantization)
     assert same == floats, "torch saves nothing"
-    assert_near(packed, again, LARGE_STEPS, LAYERS)  # nearer to the numbers that codes stand for than to the floats
+    assert_near(packed, again, ROUNDED, LAYERS)  # nearer to the numbers that codes stand for than to the floats
 
 
 # promise: llm-quantization
@@ -158,7 +157,7 @@ def test_what_does_not_divide_into_groups_stays_floats_and_runs(tmp_path: Path) 
         config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "num_hidden_layers": 2, **shape}
         (folder / "config.json").write_text(json.dumps(config))
         found, nbytes = run(folder, load_format="dummy", quantization="int4")
-        assert_near(found, run(folder, load_format="dummy", native=False, quantization="int4")[0], LARGE_STEPS, LAYERS)
+        assert_near(found, run(folder, load_format="dummy", native=False, quantization="int4")[0], ROUNDED, LAYERS)
         planned = model_shape(str(folder / "config.json")).needs("float32", "int4", native_threads=1).weights
         assert nbytes == pytest.approx(planned, rel=0.05)
 
@@ -185,7 +184,7 @@ def test_parts_that_are_not_of_one_kind_are_merged_or_floats_as_planned(tmp_path
     assert kept == {"qkv": None, "output": Codes(4, 32), "gate_up": Codes(8, 32), "down": Codes(8, 32), "head": Codes(4, 32)}
     found, nbytes = run(path)
     assert nbytes == pytest.approx(shape.needs("float32", native_threads=1).weights, rel=0.01)
-    assert_near(found, run(path, native=False)[0], LARGE_STEPS, LAYERS)
+    assert_near(found, run(path, native=False)[0], ROUNDED, LAYERS)
 
 
 # promise: quantization-q-auto
