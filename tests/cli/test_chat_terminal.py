@@ -100,7 +100,7 @@ def test_generate_at_a_terminal_shows_one_line_at_a_time_and_clears_it(tmp_path:
 
 # promise: octavo-generate-streams
 def test_generate_at_a_terminal_streams_and_ctrl_c_keeps_what_came(tmp_path: Path) -> None:
-    with Typist("generate", "One", "Two", "--max-tokens", "4000", cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
+    with Typist("generate", "One", "Two", "--max-tokens", "4000", "--seed", "1", cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
         batch.expect(r"\r\x1b\[K\S")  # the first text is here, thousands of tokens are to come
         batch.type("\x03")
         assert batch.process.wait(SECONDS) == 130

@@ -53,7 +53,7 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=32) as llm:
             quiet = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in questions()))]
-            llm._count, counted = 0, llm.stats.generation_tokens  # the same numbers again, so the same noise without a seed
+            llm._num_seeds, counted = 0, llm.stats.generation_tokens  # requests get the same seeds again
             streams = [asyncio.create_task(read(llm, each)) for each in questions()]
             for victim in (0, 2):
                 await asyncio.sleep(0.15)

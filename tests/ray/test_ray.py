@@ -308,7 +308,7 @@ def lives_of(found: list[list[TextDelta]]) -> list[Any]:
 async def quiet_then(llm: AsyncLLM, blow: Any) -> list[list[TextDelta]]:
     """Asks twice, the second time with a blow in mid-stream, and compares the texts. Returns what came the second time."""
     quiet = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in questions()))]
-    llm._count = 0  # the same numbers again, so the same noise without a seed
+    llm._num_seeds = 0  # requests get the same seeds again
     streams = [asyncio.create_task(read(llm, each)) for each in questions()]
     await until(lambda: llm.stats.running >= 8, "the streams run")
     await blow()

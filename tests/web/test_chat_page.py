@@ -23,6 +23,7 @@ except ModuleNotFoundError:
 def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: Page) -> None:
     expect(page.locator("#about")).to_contain_text("stories · 512 tokens of context")
     set_setting(page, "Max tokens", "40")
+    set_setting(page, "Temperature", "0")
     send(page, f"{time.time_ns() % 10**9} brave little cats lived in a house")  # which nobody has asked this server before
     first = answers(page).first
     expect(first).to_contain_text(re.compile(r"40 tokens · [\d.]+ tokens/s · first token after [\d.]+ m?s · max tokens reached"))
