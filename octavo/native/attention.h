@@ -86,15 +86,16 @@ inline void start(const Task &task, const Results &results, const float *partial
 inline void end_piece(const Task &task, const Results &results, int64_t piece, float *partials) {
     for (int64_t i = 0; i < results.count; i++) {
         const float *sums = results.sums + i * results.width;
-        if (task.partial >= 0 && !task.joined) store_partial(sums, results.states[i], results.dim, partial_of(task, results, partials, piece, i));
+        if (task.by_piece()) store_partial(sums, results.states[i], results.dim, partial_of(task, results, partials, piece, i));
         else join(sums, results.states[i], results.dim, results.joined + i * results.dim, results.joined_states[i]);
     }
 }
 
 // Stores the final result: the weighted values divided by their total. Or the partial result over all keys.
 inline void finish(const Layer &layer, const Task &task, const Results &results, const Target &out, float *partials) {
+    if (task.by_piece()) return;  // its results are stored
     const int64_t dim = results.dim, group = layer.heads / layer.kv_heads;
-    for (int64_t i = 0; i < results.count && (task.partial < 0 || task.joined); i++) {
+    for (int64_t i = 0; i < results.count; i++) {
         float *joined = results.joined + i * dim;
         const Online state = results.joined_states[i];
         const int64_t head = task.kv_head * group + i % group;

@@ -65,6 +65,7 @@ struct Task {                // attention of one kv head for some queries over k
     const int64_t *places;            // partial results over the keys before it, of the same queries, in order
     int64_t parts;                    // their number
 
+    bool by_piece() const { return partial >= 0 && !joined; }
     int64_t token_of(int64_t query) const { return tokens ? tokens[query] : token + query; }
 };
 

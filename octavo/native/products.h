@@ -151,11 +151,7 @@ template <Digits D, class Run> INLINE void each_quad(const Words &words, const u
 }
 
 // Weights are widened to floats first, if there are enough rows. Sums have the same bits as in place.
-template <class Panel> struct WidenedMath {
-    static const int MOST = FLOAT_MOST;
-    const Matrix &matrix;
-    const Rows &rows;
-
+template <class Panel> struct WidenedMath : FloatMath<FloatPanel> {
     FloatPanel panel(int64_t index, void *memory) const {
         const Panel from{(decltype(Panel::w))matrix.data + index * rows.stride * P};
         float *to = (float *)memory;
@@ -167,14 +163,10 @@ template <class Panel> struct WidenedMath {
         }
         return {to};
     }
-    template <int R> void block(int64_t row, FloatPanel weights, Lanes *sums) const {
-        block_float<R>(weights, rows, row, sums);
-        for (int r = 0; r < R; r++) sums[r] = sums[r] * matrix.factor;
-    }
 };
 
 template <class Panel, class Run> void choose_halves(const Matrix &matrix, const Rows &rows, Run run) {
-    if (rows.rows > FLOAT_MOST) run(WidenedMath<Panel>{matrix, rows});
+    if (rows.rows > FLOAT_MOST) run(WidenedMath<Panel>{{matrix, rows}});
     else run(FloatMath<Panel>{matrix, rows});
 }
 
