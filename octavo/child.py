@@ -40,6 +40,14 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def is_stopped_here(pid: int) -> bool:
+    """Whether any process of this host is stopped by SIGSTOP. False if the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    except OSError:
+        return False
+
+
 class CpuWait:
     """Detects that a process wants to run and gets no CPU. Then it is silent because the machine is busy, not because it hangs."""
 

@@ -59,7 +59,7 @@ class EngineActor:
 
     def look(self) -> bytes:
         """Returns a `Node`."""
-        return msgspec.json.encode(Node(allowed_cpus(), __version__))
+        return msgspec.json.encode(Node(os.getpid(), allowed_cpus(), __version__))
 
     def clock(self) -> bytes:
         """Returns the time of this host by the engines' clock."""

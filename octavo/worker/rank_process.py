@@ -78,6 +78,15 @@ class Room(Struct, tag="room", array_like=True, frozen=True):
 
     num_blocks: int
     max_model_len: int
+    num_states: int = 0  # of a recurrent model
+
+    @staticmethod
+    def of(geometry: CacheGeometry) -> "Room":
+        return Room(geometry.num_blocks, geometry.max_model_len, geometry.num_states)
+
+    def of_rank(self, own: CacheGeometry) -> CacheGeometry:
+        """Returns the cache of a rank with this size."""
+        return replace(own, num_blocks=self.num_blocks, max_model_len=self.max_model_len, num_states=self.num_states)
 
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
@@ -236,11 +245,11 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], send: Cal
 def _agreed(facts: "Facts", messages: Iterator[bytes], send: Callable[[Answer], None]) -> CacheGeometry:
     """Reports how much cache fits here. Returns the cache of this rank with the common size."""
     own = facts.plan_cache(alike=False)
-    send(Room(own.num_blocks, own.max_model_len))
+    send(Room.of(own))
     room = next(map(order, messages), None)
     if not isinstance(room, Room):
         raise RankLost("rank 0 did not say how large the cache is")
-    return replace(own, num_blocks=room.num_blocks, max_model_len=room.max_model_len)
+    return room.of_rank(own)
 
 
 def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> Ready:

@@ -4,6 +4,7 @@ Calls and answers are bytes: Ray serialises no object of Octavo. A thread of the
 (`worker/rank_process.py`), with queues in place of its pipes.
 """
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from octavo.version import __version__
 class Node(msgspec.Struct, frozen=True):
     """The properties of a node, as seen by its actor."""
 
+    pid: int  # of the actor
     cpus: list[int]
     version: str  # of Octavo
 
@@ -29,7 +31,7 @@ class RankActor:
         """Returns a `Node`."""
         from octavo.worker.machine import allowed_cpus
 
-        return msgspec.json.encode(Node(allowed_cpus(), __version__))
+        return msgspec.json.encode(Node(os.getpid(), allowed_cpus(), __version__))
 
     def begin(self, orders: bytes) -> None:
         threading.Thread(target=self._serve, args=(orders,), name="rank", daemon=True).start()

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.child import is_stopped_here
 from octavo.config import ray_address
 from octavo.errors import ConfigError
 from octavo.log import logger
@@ -136,6 +137,13 @@ class RayCluster(Member):
         """Returns the properties of the nodes of ranks 1, 2, ..."""
         asked = [actor.look.remote() for actor in self.actors]
         return [self.answer_of(answer, f"rank {rank} on {self.hosts[rank]}") for rank, answer in enumerate(asked, 1)]
+
+    def ask_whether_stopped(self, rank: int, pid: int) -> Any:
+        """Asks the node of a rank, in another process there, whether the rank's process is stopped. Returns the pending answer."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(self.nodes[rank], soft=False)
+        return self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(is_stopped_here).remote(pid)
 
 
 def need_of(gpus: bool) -> dict[str, float]:
