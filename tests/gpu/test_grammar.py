@@ -66,6 +66,7 @@ def test_graphs_and_their_kernels_one_by_one_say_the_same_under_grammars(dtype: 
     assert samples(replayed) == samples(launched)
 
 
+@pytest.mark.soak
 def test_padded_steps_say_what_the_cpus_own_say_under_grammars(tmp_path: Path) -> None:
     folder = random_model(tmp_path, "Qwen3ForCausalLM", "cpu")
     padded, plain = (samples(run(folder, "cpu", "float32", runner=runner)) for runner in ("device", "model"))

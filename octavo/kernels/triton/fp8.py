@@ -215,6 +215,16 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Te
     return by_tiles(values[: len(x)], scale, weight, bias, x.dtype, how)
 
 
+def invariant_fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Like `fp8_linear`, with bits of a row that do not depend on the other rows: x is rounded in small batches, too."""
+    if out is not None:
+        return out.copy_(invariant_fp8_linear(x, weight, bias))
+    if x.dtype == torch.float32 or not converts_fp8(capability()):
+        return by_tiles(x, None, weight, bias, x.dtype, exact_tiles(len(x), *weight.shape)._replace(shares=1))
+    values, scale = round_rows(x, weight.span)
+    return by_tiles(values[: len(x)], scale, weight, bias, x.dtype, rounded_tiles(len(x), *weight.shape)._replace(shares=1))
+
+
 def rule(rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Literal["gemv", "torch"] | Tiles:
     """Returns the kernel for a product."""
     if rows <= FP8_GEMV_ROWS and weight.shape[1] <= MAX_HELD:

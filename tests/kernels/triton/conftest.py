@@ -2,7 +2,7 @@
 before anything imported triton (`tests/kernels/test_triton.py` does); else not at all, since they have nothing to run on.
 
 In the interpreter types differ in nothing but their rounding. So cases of float16 are left to the long run there, and those of bfloat16
-that float32 has as well.
+that float32 has as well. Every other combination of a test's values is left to it, too, unless the test has one list of two values.
 """
 
 import os
@@ -29,8 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # numpy, in the interpreter, warns of numbers that overflow as they should
             item.add_marker("gpu" if ON_GPU else pytest.mark.filterwarnings("ignore::RuntimeWarning"))
             twin = item.nodeid.replace("bfloat16", "float32")
-            if INTERPRETED and (re.search(r"(?<!b)float16", item.name) or (twin != item.nodeid and twin in names)):
+            if INTERPRETED and (re.search(r"(?<!b)float16", item.name) or (twin != item.nodeid and twin in names) or _is_odd(item)):
                 item.add_marker("soak")
+
+
+def _is_odd(item: pytest.Item) -> bool:
+    """Whether the places of its values in their lists have an odd sum."""
+    marks = list(item.iter_markers("parametrize"))
+    names = [mark.args[0].split(",")[0] if isinstance(mark.args[0], str) else mark.args[0][0] for mark in marks]
+    is_one_of_two = len(marks) == 1 and len(marks[0].args[1]) == 2
+    return not is_one_of_two and sum(item.callspec.indices[name] for name in names) % 2 == 1  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from tests.support.asking import Asked, asking
 VOCAB = 24
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(batch=st.lists(asking(VOCAB), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_rows_are_adjusted_as_by_the_twin(device: str, batch: list[Asked], seed: int) -> None:
     monkey = pytest.MonkeyPatch()

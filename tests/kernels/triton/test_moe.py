@@ -12,6 +12,7 @@ from octavo.kernels.reference import mixture as plain
 from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.moe import products as moe
 from octavo.kernels.triton.moe.route import choose_experts, sort_by_expert
+from tests.support.soaked import rarely
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of the largest result
 HIDDEN, INNER, COUNT, CHOSEN = 72, 40, 5, 3
@@ -75,12 +76,15 @@ def test_choices_are_lined_up_by_expert(tokens: int, count: int, rows: int, firs
 FEW = pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 
 
-@FEW
 @pytest.mark.parametrize(
-    ("dtype", "gate", "biased"),
-    [(torch.float32, "swiglu", False), (torch.bfloat16, "clamped", True), (torch.float32, "geglu", True), (torch.float16, "swiglu", False)],
+    ("dtype", "gate", "biased", "few"),
+    [
+        (torch.float32, "swiglu", False, True), (torch.bfloat16, "clamped", True, False), (torch.float32, "geglu", True, True),
+        *rarely((torch.float32, "swiglu", False, False), (torch.bfloat16, "clamped", True, True), (torch.float32, "geglu", True, False)),
+        *rarely((torch.float16, "swiglu", False, True), (torch.float16, "swiglu", False, False)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_experts_give_what_those_of_the_twin_give(dtype: torch.dtype, gate: Gate, biased: bool, few: bool, device: str) -> None:
     gate_up = guarded(random(device, dtype, COUNT * 2 * INNER, HIDDEN) * HIDDEN**-0.5)
     down = guarded(random(device, dtype, COUNT * HIDDEN, INNER) * INNER**-0.5)
@@ -131,8 +135,8 @@ def codes(rows: int, size: int, bits: int, group: int, device: str, order: bool 
 STACKS = pytest.mark.parametrize(
     ("dtype", "bits", "group", "biased", "order", "table"),
     [
-        (torch.float32, 4, 32, True, False, False), (torch.bfloat16, 4, 128, False, False, False),
-        (torch.bfloat16, 8, 32, False, True, False), (torch.bfloat16, 4, 32, True, False, True),
+        (torch.float32, 4, 32, True, False, False), (torch.bfloat16, 8, 32, False, True, False), (torch.bfloat16, 4, 32, True, False, True),
+        pytest.param(torch.bfloat16, 4, 128, False, False, False, marks=pytest.mark.soak),
         pytest.param(torch.float32, 4, 16, False, True, False, marks=pytest.mark.soak),
         pytest.param(torch.float16, 4, 64, True, False, True, marks=pytest.mark.soak),
     ],
@@ -200,7 +204,7 @@ def test_rows_of_codes_longer_than_a_step(device: str) -> None:
     assert_near(moe.few_down(rows, choice, down, None, 5), summed_by_hand(rows, choice, down, None))
 
 
-@FEW
+@pytest.mark.parametrize("few", [*rarely(True), False], ids=["few", "many"])  # of few rows the interpreter takes seconds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_floats_of_four_bits_are_what_their_table_says(dtype: torch.dtype, few: bool, device: str) -> None:
     """Every code, in rows that end inside of a block, with scales that are far apart; a token chooses an expert that is not there."""

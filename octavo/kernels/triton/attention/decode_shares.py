@@ -52,13 +52,26 @@ def load_depth(shares, share):
 
 
 @triton.jit
-def count_tiles(query_start, context_len, entries, row, num_rows, num_teams, window, TILE: tl.constexpr, WITH_TEAMS: tl.constexpr):
+def count_tiles(
+    query_start,
+    context_len,
+    entries,
+    row,
+    num_rows,
+    num_teams,
+    window,
+    TILE: tl.constexpr,
+    WITH_TEAMS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """(tiles, token, first key, end) of each row; tiles is 0 for a row that does not have exactly one query."""
     present = row < num_rows
     token = tl.load(query_start + row, mask=present, other=0).to(tl.int32)
     behind = tl.load(query_start + row + 1, mask=present, other=0).to(tl.int32)
     end = tl.load(context_len + row, mask=present, other=0).to(tl.int32)
     first = tl.maximum(end - window, 0)
+    if ALIGNED:
+        first = first // TILE * TILE
     if WITH_TEAMS:
         first = tl.maximum(first, tl.load(entries + row * ENTRY_WORDS + AT_OWN, mask=present & (num_teams > 0), other=0))
     return tl.where(behind - token == 1, tl.maximum(tl.cdiv(end - first, TILE), 1), 0), token, first, end
@@ -88,6 +101,7 @@ def share_out(
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
     WITH_TEAMS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     row = tl.program_id(0)
     num_teams = tl.load(teams) if WITH_TEAMS else 0
@@ -95,16 +109,19 @@ def share_out(
     in_all = 0
     for at in range(0, num_rows, ROWS):
         tiles, _token, _first, _end = count_tiles(
-            query_start, context_len, entries, at + lane, num_rows, num_teams, window, TILE, WITH_TEAMS
+            query_start, context_len, entries, at + lane, num_rows, num_teams, window, TILE, WITH_TEAMS, ALIGNED
         )
         in_all += tl.sum(tiles, 0) * KV_HEADS
-    longest = tl.cdiv(in_all, programs * tl.minimum(tl.maximum(in_all // (programs * grain), 1), each))
+    if ALIGNED:
+        longest = tl.where(in_all <= programs * each, 1, in_all)
+    else:
+        longest = tl.cdiv(in_all, programs * tl.minimum(tl.maximum(in_all // (programs * grain), 1), each))
 
-    own, token, first, end = count_tiles(query_start, context_len, entries, row, num_rows, num_teams, window, TILE, WITH_TEAMS)
+    own, token, first, end = count_tiles(query_start, context_len, entries, row, num_rows, num_teams, window, TILE, WITH_TEAMS, ALIGNED)
     before, num_shares = 0, 0
     for at in range(0, num_rows, ROWS):
         tiles, _token, _first, _end = count_tiles(
-            query_start, context_len, entries, at + lane, num_rows, num_teams, window, TILE, WITH_TEAMS
+            query_start, context_len, entries, at + lane, num_rows, num_teams, window, TILE, WITH_TEAMS, ALIGNED
         )
         parts, _size = cut(tiles, longest)
         sooner = (tiles > own) | ((tiles == own) & (at + lane < row))
@@ -143,12 +160,14 @@ def decode_shares(
     each: int,  # maximum work items for each of them that rows are split into
     grain: int,  # tiles of a work item: there are more items as soon as each program would read twice as many tiles
     teams: Teams | None = None,
+    aligned: bool = False,  # tiles begin at multiples of `tile`, and a work item is one tile, or a whole row if there are many
 ) -> DecodeShares:
     rows = len(context_len)
     lines = 1 + most_shares(rows, kv_heads, programs, each)
     shares = torch.empty(lines, LINE, dtype=torch.int32, device=query_start.device)
     share_out[(rows,)](
         query_start, context_len, *(teams or (None, None)), shares, rows, window or NO_WINDOW, programs, each, grain,
-        KV_HEADS=kv_heads, TILE=tile, ROWS=ROWS, LINES=LINES, WITH_TEAMS=teams is not None, num_warps=4,
+        KV_HEADS=kv_heads, TILE=tile, ROWS=ROWS, LINES=LINES, WITH_TEAMS=teams is not None, ALIGNED=aligned,
+        num_warps=4,
     )  # fmt: skip
     return DecodeShares(shares, teams)

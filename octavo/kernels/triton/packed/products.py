@@ -200,6 +200,13 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
     return divided(x, weight, bias, out, rule(len(x), weight))
 
 
+def invariant_packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Like `packed_linear`, with bits of a row that do not depend on the other rows: one kernel, which never splits the inner dimension."""
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device) if out is None else out
+    how = gemm_rule(max(len(x), 1), weight)._replace(shares=1)
+    return gemm(in_order(x, weight), weight, bias, out, how if is_roomy(capability()) else small(how)) if len(x) else out
+
+
 def packed_gate_up(x: Tensor, weight: DeviceCodes, gate: Gate = "swiglu") -> Tensor:
     """Returns the gated values; the weight has rows of gate over rows of up."""
     how = rule(len(x), weight, gated=True) if len(x) <= GEMM_ROWS else None

@@ -1,0 +1,1 @@
+"""Kernels whose results for a row do not depend on the other rows of a step."""

@@ -1,0 +1,94 @@
+"""`deterministic` on a GPU: no schedule changes a text or a logprob, with any weights, with graphs and without."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.messages import AddRequest
+from tests.equivalence.test_verify import run as run_verify
+from tests.gpu.test_mixed_load import model_with_windows
+from tests.support.models import tiny_model
+from tests.support.places import random_model, vocabulary
+
+COUNT, PREFIX = 40, 100
+Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
+SETTINGS: dict[str, Any] = {
+    "device": "cuda", "deterministic": True, "skip_tokenizer_init": True, "block_size": 16, "max_model_len": 512, "max_num_seqs": 24,
+    "gpu_memory_utilization": 0.2,
+}  # fmt: skip
+
+
+def requests() -> list[AddRequest]:
+    rng, vocab = Random(5), vocabulary("cuda")
+    prefix = [rng.randrange(vocab) for _ in range(PREFIX)]
+    made = []
+    for number in range(COUNT):
+        prompt = prefix[: rng.choice([0, 33, PREFIX])] + [rng.randrange(vocab) for _ in range(rng.choice([1, 40, 300]))]
+        params = SamplingParams(temperature=number % 2, seed=number, n=1 + number % 3, max_tokens=24, ignore_eos=True, logprobs=2)
+        made.append(AddRequest(str(number), prompt, params))
+    return made
+
+
+def serve(llm: LLM, order: list[AddRequest], at_once: int, preempt_every: int) -> Answers:
+    core: Any = llm._core
+    core.scheduler.preempt_every = preempt_every
+    answers: Answers = {}
+    waiting = order[::-1]
+    while waiting or core.has_work:
+        for _ in range(min(at_once, len(waiting))):
+            core.add(waiting.pop())
+        for delta in core.step():
+            assert delta.error is None
+            tokens, logprobs = answers.setdefault((delta.request_id, delta.index), ([], []))
+            tokens += delta.token_ids
+            logprobs += [number for one in delta.logprobs or [] for number in (one.logprob, *one.top_logprobs)]
+    return answers
+
+
+def under_schedules(llm: LLM) -> None:
+    made = requests()
+    alone: Answers = {}
+    for request in made:
+        llm.reset_prefix_cache()
+        alone |= serve(llm, [request], 1, 0)
+    for seed, (at_once, preempt_every, cold) in enumerate([(COUNT, 0, True), (COUNT, 0, False), (1, 3, True), (7, 5, False)]):
+        if cold:
+            llm.reset_prefix_cache()
+        assert serve(llm, Random(seed).sample(made, COUNT), at_once, preempt_every) == alone, f"schedule {seed}"
+    assert llm.stats().preemptions and llm.stats().prefix_hits
+
+
+# promise: deterministic
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("budget", [64, 2048])
+def test_no_schedule_changes_an_answer(dtype: str, budget: int, tmp_path: Path) -> None:
+    with LLM(str(random_model(tmp_path, "Qwen3ForCausalLM", "cuda")), dtype=dtype, max_num_batched_tokens=budget, **SETTINGS) as llm:
+        under_schedules(llm)
+
+
+# promise: deterministic
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"quantization": "int4"}, {"quantization": "int8"}, {"enforce_eager": True}], ids=str)
+def test_no_schedule_changes_an_answer_of_quantised_weights_or_without_graphs(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(random_model(tmp_path, "Qwen3ForCausalLM", "cuda"))
+    with LLM(folder, dtype="bfloat16", max_num_batched_tokens=256, **SETTINGS, **settings) as llm:
+        under_schedules(llm)
+
+
+# promise: deterministic
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3"])
+def test_no_schedule_changes_an_answer_of_windows_or_experts(name: str, tmp_path: Path) -> None:
+    with LLM(str(model_with_windows(tmp_path / name, name, "cuda")), dtype="bfloat16", max_num_batched_tokens=128, **SETTINGS) as llm:
+        under_schedules(llm)
+
+
+@pytest.mark.gpu
+def test_paging_changes_no_bit(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model", "Qwen3ForCausalLM", seed=5))
+    verified = run_verify(folder, requests=40, device="cuda", dtype="bfloat16", depth=2, deterministic=True)
+    assert verified.kernels == "Triton" and verified.compared.cache_values > 100_000

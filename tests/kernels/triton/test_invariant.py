@@ -1,0 +1,140 @@
+"""Products and attention of `--deterministic`: near their references, and with equal bits for a row in every batch, chunk and division.
+
+The interpreter multiplies with numpy, which adds in an order of its own: there the same cases must only be nearly equal.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import attention as plain_attention
+from octavo.kernels.triton.invariant import attention
+from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
+from octavo.kernels.triton.invariant.products import Tiles, by_tiles, invariant_linear
+from tests.kernels.triton.test_attention import HEADS, KV_HEADS, TOLERANCE, Caches, Mix
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHORT_PIECE = 64  # in the interpreter, which is slow
+CHUNK = 40  # queries of the first row
+
+
+@pytest.fixture
+def mix(device: str, monkeypatch: pytest.MonkeyPatch) -> Mix:
+    """A chunk over a past, decode of three pieces, a row that is not asked, a prompt, padding, a token after two pieces, a first token."""
+    if device == "cpu":
+        monkeypatch.setattr(attention, "PIECE", SHORT_PIECE)
+    piece = attention.PIECE
+    return [(CHUNK, piece + 25), (1, 2 * piece + 9), (0, 5), (33, 33), (1, 0), (1, 2 * piece + 1), (1, 1)]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    if one.is_cuda:
+        return torch.equal(one, other)
+    return torch.allclose(one.float(), other.float(), atol=2 * TOLERANCE[one.dtype], rtol=TOLERANCE[one.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "wide", "size"), [(1, 40, 48), (5, 64, 128), (37, 33, 72)])
+def test_a_product_is_near_its_reference(rows: int, wide: int, size: int, dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((rows, size), (wide, size), (wide,)))
+    for added in (None, bias):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+        error = (invariant_linear(x, weight, added).double() - expected).norm() / expected.norm()
+        assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype, device: str) -> None:
+    on_gpu = device == "cuda"
+    size, wide, sizes = (4096, 2304, (1, 3, 16, 17, 64, 65, 200, 256, 600, 2048, 2900)) if on_gpu else (96, 40, (1, 3, 17, 70))
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in ((sizes[-1], size), (wide, size), (wide,)))
+    for added in (None, bias):
+        alone = invariant_linear(x, weight, added)
+        for rows in sizes:
+            assert same(invariant_linear(x[:rows].clone(), weight, added), alone[:rows]), rows
+            assert same(invariant_linear(x[-rows:].clone(), weight, added), alone[-rows:]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_tile_changes_a_bit(dtype: torch.dtype, device: str) -> None:
+    """Rows, columns, steps, warps and stages: the order of the sums is that of the columns in all of them."""
+    generator = torch.Generator().manual_seed(2)
+    size, wide = (2048, 512) if device == "cuda" else (160, 128)
+    x, weight = (torch.randn(count, size, generator=generator).to(device, dtype) for count in (48, wide))
+    hows = [Tiles(16, 16, 32, 2, 2), Tiles(16, 32, 16, 4, 3), Tiles(32, 64, 32, 4, 2), Tiles(64, 128, 64, 8, 2)]
+    if dtype == torch.float32:
+        hows = [how._replace(rows=min(how.rows, 32), columns=min(how.columns, 32), step=min(how.step, 32)) for how in hows]
+    first, *others = [by_tiles(x, weight, None, torch.full((48, wide), torch.nan, dtype=dtype, device=device), how) for how in hows]
+    assert all(same(first, other) for other in others)
+
+
+class Rows(Caches):
+    def of(self, mix: Mix | None = None, paged: bool = True, **options: Any) -> Tensor:
+        """`mix`: other queries of the same rows, the last ones of shorter contexts"""
+        queries = torch.tensor([count for count, _ in mix or self.mix])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]).to(self.q.device, self.query_start.dtype)
+        context = torch.tensor([length for _, length in mix or self.mix]).to(self.context_len)
+        q = self.q
+        if mix:
+            picked = []
+            for (count, length), (own, whole), start in zip(mix, self.mix, self.query_start.tolist()):
+                first = start + own - (whole - length) - count
+                picked.append(torch.arange(first, first + count))
+            q = self.q[torch.cat(picked).to(self.q.device)]
+        caches, tables = (self.paged, self.tables) if paged else (self.contiguous, self.regions)
+        out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
+        shares = invariant_shares(starts, context, caches[0], options.get("window"))
+        return invariant_attention(
+            q, *caches, tables, starts, context, self.scale, out, int(queries.max()), shares, paged=paged, **options
+        )
+
+
+def options(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    per_head = torch.rand(HEADS, generator=generator).to(device)
+    return {
+        "plain": {}, "window": {"window": 20}, "wide window": {"window": attention.PIECE + 3}, "soft cap": {"soft_cap": 5.0},
+        "sinks": {"sinks": per_head.to(dtype)}, "ALiBi": {"slopes": per_head / 50},
+    }[name]  # fmt: skip
+
+
+OPTIONS = ["plain", "window", "wide window", "soft cap", "sinks", "ALiBi"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_is_near_its_reference(name: str, dtype: torch.dtype, device: str, mix: Mix) -> None:
+    rows, given = Rows(mix, 16, dtype, device), options(name, device, dtype)
+    expected = torch.empty_like(rows.q, memory_format=torch.contiguous_format)
+    plain_attention.paged_attention(
+        rows.q, *rows.paged, rows.tables, rows.query_start, rows.context_len, rows.scale, expected, **given
+    )
+    for paged in (True, False):
+        error = (rows.of(paged=paged, **given).float() - expected.float()).abs().max()
+        assert error < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_query_does_not_depend_on_chunks_rows_or_the_division_of_the_work(
+    name: str, dtype: torch.dtype, device: str, mix: Mix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, given = Rows(mix, 16, dtype, device), options(name, device, dtype)
+    whole = rows.of(**given)
+    assert same(whole, rows.of(paged=False, **given)), "paging changes bits"
+    for cut in (1, CHUNK - 1) if device == "cpu" else (1, 7, 16, 24, CHUNK - 1):  # the first row in two chunks
+        assert same(rows.of([(cut, mix[0][1] - CHUNK + cut), *mix[1:]], **given)[:cut], whole[:cut]), f"a chunk of {cut}"
+        assert same(rows.of([(CHUNK - cut, mix[0][1]), *mix[1:]], **given), whole[cut:]), f"a chunk after {cut}"
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 0)  # too few for pieces: programs read whole rows
+    assert same(rows.of(**given), whole), "pieces were joined in another way"
+
+
+@pytest.mark.usefixtures("mix")
+def test_rows_are_read_in_pieces_while_there_are_few(device: str) -> None:
+    rows = Rows([(1, 3 * attention.PIECE), (1, 5)], 16, torch.float32, device)
+    shares = invariant_shares(rows.query_start, rows.context_len, rows.paged[0], None)
+    assert shares.lines[0, 0].item() == 4 * KV_HEADS
