@@ -16,6 +16,14 @@ inline int32x4_t dot_by_hand(int32x4_t total, uint8x16_t codes, int8x16_t x, int
     return vaddq_s32(vdotq_s32(total, centred, quad), vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), quad), 7));
 }
 
+// Two rows of codes times two rows of x.
+inline int32x4_t squares_by_hand(int32x4_t total, uint8x16_t codes, int8x16_t x) {
+    const int8x16_t centred = vreinterpretq_s8_u8(veorq_u8(codes, vdupq_n_u8(128)));
+    auto dot = [&](int8x8_t row) { return vdotq_s32(vdupq_n_s32(0), vcombine_s8(row, row), x); };
+    const int32x4_t sums = dot(vdup_n_s8(1)), made = vpaddq_s32(dot(vget_low_s8(centred)), dot(vget_high_s8(centred)));
+    return vaddq_s32(total, vaddq_s32(made, vshlq_n_s32(vpaddq_s32(sums, sums), 7)));
+}
+
 // In float64 a sum is exact or nearly so, and is rounded to odd once.
 inline float32x4_t add_to_odd(float32x4_t a, float32x4_t b) {
     const float32x2_t low = vcvtx_f32_f64(vaddq_f64(vcvt_f64_f32(vget_low_f32(a)), vcvt_f64_f32(vget_low_f32(b))));
@@ -35,8 +43,8 @@ inline uint16x4_t round_by_hand(float32x4_t numbers) {  // finite ones
 }
 
 #define vusdotq_laneq_s32 dot_by_hand
+#define vusmmlaq_s32 squares_by_hand
 #define vbfdotq_laneq_f32 pairs_by_hand
-#define vcvtq_low_bf16_f32(numbers) vreinterpretq_bf16_u16(vcombine_u16(round_by_hand(numbers), vdup_n_u16(0)))
-#define vcvtq_high_bf16_f32(low, numbers) vreinterpretq_bf16_u16(vcombine_u16(vget_low_u16(vreinterpretq_u16_bf16(low)), round_by_hand(numbers)))
+#define vcvt_bf16_f32(numbers) vreinterpret_bf16_u16(round_by_hand(numbers))
 #endif
 #define getauxval(what) (getauxval(what) | ((what) == AT_HWCAP2 ? HWCAP2_I8MM | HWCAP2_BF16 : 0))

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.reference import attention, fp8, layer, rows, sampling
+from octavo.kernels.reference import delta_net as delta
 from octavo.kernels.reference import mixture as moe
 from octavo.kernels.reference import partial_attention as partial
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # only rules: this module does not import triton
@@ -96,6 +98,53 @@ accept = by_device(rows.accept, "step.rows")
 sample = by_device(sampling.sample, "sampling.sample")
 draw = by_device(sampling.draw, "sampling.draw")
 rank = by_device(sampling.rank, "sampling.rank")
+
+# -- kernels that a GPU does not have yet
+
+delta_net = delta.delta_net
+gated_norm = delta.gated_norm
+
+# -- kernels that exist for a GPU only: a row's bits do not depend on the other rows
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Returns x W^T [rows, out features], in `out` if given."""
+    product: Tensor = _triton("invariant.products").invariant_linear(x, weight, bias, out)
+    return product
+
+
+def invariant_packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    product: Tensor = _triton("packed.products").invariant_packed_linear(x, weight, bias, out)
+    return product
+
+
+def invariant_fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    product: Tensor = _triton("fp8").invariant_fp8_linear(x, weight, bias, out)
+    return product
+
+
+def invariant_mixture(x: Tensor, *given: Any) -> Tensor:
+    """Takes the arguments of `mixture`."""
+    out: Tensor = _triton("moe.products").mixture(x, *given, few=False)
+    return out
+
+
+def invariant_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, query_start: Tensor, context_len: Tensor, scale: float, out: Tensor,
+    max_query: int, shares: DecodeShares, window: int | None, paged: bool, soft_cap: float | None, sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Like `paged_attention`, with work items from `invariant_shares`."""
+    _triton("invariant.attention").invariant_attention(
+        q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, shares, window, paged, soft_cap, sinks, slopes
+    )
+    return out
+
+
+def invariant_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> DecodeShares:
+    shares: DecodeShares = _triton("invariant.attention").invariant_shares(query_start, context_len, k_cache, window)
+    return shares
+
 
 # -- kernels that take more on one of both
 

@@ -143,6 +143,10 @@ static bool alike(const Layer &a, const Layer &b) {
 StepTasks::StepTasks(const Model &model, const Step &step) {
     std::vector<const Layer *> kinds;
     for (const Layer *layer = model.layers; layer < model.layers + model.num_layers; layer++) {
+        if (layer->delta_net) {
+            kind_.push_back(0);  // it has no tasks, and none are asked for
+            continue;
+        }
         auto same = std::find_if(kinds.begin(), kinds.end(), [&](const Layer *other) { return alike(*layer, *other); });
         kind_.push_back(size_t(same - kinds.begin()));
         if (same != kinds.end()) continue;

@@ -91,8 +91,15 @@ inline void end_piece(const Task &task, const Results &results, int64_t piece, f
     }
 }
 
-// Stores the final result: the weighted values divided by their total. Or the partial result over all keys.
-inline void finish(const Layer &layer, const Task &task, const Results &results, const Target &out, float *partials) {
+// Multiplies a head by the sigmoid of its gate. Not inlined, so that it rounds alike in every kernel.
+__attribute__((noinline)) void apply_gate(float *head, const float *gate, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANE_COUNT)
+        store_some(by_sigmoid(load_some(head + d, dim - d), load_some(gate + d, dim - d)), head + d, dim - d);
+}
+
+// Stores the final result: the weighted values divided by their total, times the sigmoid of the gate, if there is one. Or the partial
+// result over all keys.
+inline void finish(const Layer &layer, const Task &task, const float *qkv, const Results &results, const Target &out, float *partials) {
     if (task.by_piece()) return;  // its results are stored
     const int64_t dim = results.dim, group = layer.heads / layer.kv_heads;
     for (int64_t i = 0; i < results.count; i++) {
@@ -102,8 +109,10 @@ inline void finish(const Layer &layer, const Task &task, const Results &results,
         if (task.partial >= 0) store_partial(joined, state, dim, partial_of(task, results, partials, 0, i));
         else {
             const float inverse = 1.0f / with_sink(layer, head, state.largest, state.total);
+            const int64_t token = task.token_of(i / group), heads = read_heads(layer);
             for (int64_t d = 0; d < dim; d++) joined[d] *= inverse;
-            put(joined, out, task.token_of(i / group), head * dim, dim);
+            if (layer.output_gate) apply_gate(joined, qkv + (token * heads + heads - layer.heads + head) * dim, dim);
+            put(joined, out, token, head * dim, dim);
         }
     }
 }
@@ -198,7 +207,7 @@ inline Lanes counted() {  // 0, 1, 2, ...
 inline void add_distances(float *scores, const Sight &sight, float scale) {
     for (int j = 0; j < KEYS; j += LANE_COUNT) {
         const Lanes distance = counted() + broadcast(sight.distance + float(j));
-        store(multiply_add(distance, broadcast(sight.slope), load(scores + j) * scale), scores + j);
+        store(multiply_add(load(scores + j), broadcast(scale), distance * sight.slope), scores + j);
     }
 }
 
@@ -235,7 +244,7 @@ inline float weigh(Online &state, float *scores, const Sight &sight, float scale
     Lanes total = zeros();
     for (int j = 0; j < KEYS; j += LANE_COUNT) total = total + load(scores + j);
     const float shrink = state.largest == largest ? 1.0f : state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
-    state = {largest, state.total * shrink + sum_of(total)};
+    state = {largest, multiply_add(state.total, shrink, sum_of(total))};
     return shrink;
 }
 
@@ -249,8 +258,8 @@ template <int R> inline void score_keys(const FloatTile &tile, int j, const floa
             const Vector a = load_vector(key + d), b = load_vector(next + d);
             for (int r = 0; r < R; r++) {
                 const Vector x = load_vector(q + r * width + d);
-                first[r] += a * x;
-                second[r] += b * x;
+                first[r] = multiply_add(a, x, first[r]);
+                second[r] = multiply_add(b, x, second[r]);
             }
         }
         for (int r = 0; r < R; r++) made[r][i] = first[r], made[r][i + 1] = second[r];
@@ -298,7 +307,7 @@ template <int R, class... Arguments> inline void attend_rows(int64_t rows, const
 // Queries against the keys of a row, through its block table. scratch: a tile; queries and results of the task.
 void attend_floats(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
-    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads;
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = read_heads(layer);
     const int64_t width = (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT, count = task.queries * group;
     const int32_t *table = table_of(layer, step, task.row);
     float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width, *joined = sums + count * width;
@@ -325,7 +334,7 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
         }
     };
     by_pieces(task, results, earliest, partials, attend, [] {});
-    finish(layer, task, results, out, partials);
+    finish(layer, task, qkv, results, out, partials);
 }
 
 }  // namespace

@@ -107,7 +107,7 @@ inline float weigh512(Online &state, __m512 *scores, const Sight &sight, const T
         if (tile.scaled) scores[j] = _mm512_mul_ps(scores[j], _mm512_loadu_ps(tile.value_scale + 16 * j));
     }
     float shrink = state.largest == most ? 1.0f : state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - most);
-    state = {most, state.total * shrink + _mm512_reduce_add_ps(total)};
+    state = {most, multiply_add(state.total, shrink, _mm512_reduce_add_ps(total))};
     return shrink;
 }
 
@@ -191,7 +191,7 @@ struct Queries {
 };
 
 inline Queries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, char *&scratch) {
-    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads;
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = read_heads(layer);
     Queries queries{};
     queries.count = task.queries * group;
     queries.earliest = INT64_MAX;
@@ -258,7 +258,7 @@ void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step,
         }
     };
     by_pieces(task, queries.results, queries.earliest, partials, attend, [] {});
-    finish(layer, task, queries.results, out, partials);
+    finish(layer, task, qkv, queries.results, out, partials);
 }
 
 }  // namespace

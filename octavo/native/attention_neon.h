@@ -1,19 +1,21 @@
 // Attention in float16 over float16 caches, with heads of a multiple of 16 dimensions. Shared by the levels neon and i8mm.
 //
-// A tile is 64 keys, read in place. Products of 32 dimensions or of 32 keys are summed in float16, and then in float32.
+// A tile is 64 keys, read in place, or in panels if there are many queries. Products of 64 dimensions or of 32 keys are summed in
+// float16, and then in float32. The bits of a query do not depend on the other queries.
 //
-//     scores    each key times each query, which is scaled to at most 1/64, so that no key overflows;
+//     scores    each key times each query, which is scaled to at most 1/128, so that no key overflows;
 //               the sums of 8 keys are folded into 8 lanes
 //     weights   online softmax in float32, then float16
-//     sums      weight times value, 16 dimensions at a time; if values are so large that a sum overflows float16, they are weighted
-//               again by 1/64, which would lose precision for small values
+//     sums      weight times value, 16 dimensions at a time; if the values of a query are so large that a sum overflows float16, they
+//               are weighted again by 1/64, which would lose precision for small values
 #pragma once
 #include "attention_panels.h"
 
 namespace octavo {
 namespace {
 
-const float ROOM = 64;           // for 32 products of the largest numbers, and rounding
+const float QUERY_ROOM = 128;    // for 64 products of the largest numbers, and rounding
+const float ROOM = 64;           // for 32 of them
 
 inline bool fits_halves(const Model &model, const Layer &layer) { return model.cache_kind == OCTAVO_F16 && layer.head_dim % LANE_COUNT == 0; }
 
@@ -45,65 +47,40 @@ INLINE void prefetch_keys(const HalfTile &tile, int64_t j, int64_t dim) {
         }
 }
 
-// R queries times 8 keys, over D dimensions: their sums, one per lane.
-template <int R, int D> INLINE void score_dimensions(const float16_t *const *keys, const float16_t *q, int64_t dim, int64_t d, float16x8_t *sums) {
-    float16x8_t x[R][D / 8];
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < D / 8; i++) x[r][i] = vld1q_f16(q + r * dim + d + 8 * i);
-    auto one = [&](int key, float16x8_t *made) {
-        for (int i = 0; i < D / 8; i++) {
-            const float16x8_t numbers = vld1q_f16(keys[key] + d + 8 * i);
-            for (int r = 0; r < R; r++) made[r] = i == 0 ? vmulq_f16(numbers, x[r][i]) : vfmaq_f16(made[r], numbers, x[r][i]);
+// R queries times 4 keys, over dimensions [d, end) of a fold: half of the sum of a key in each lane.
+template <int R> INLINE void score_four(const float16_t *const *keys, const float16_t *q, int64_t width, int64_t d, int64_t end, float16x8_t *sums) {
+    float16x8_t made[4][R] = {};
+    for (; d < end; d += LANE_COUNT)
+        for (int half = 0; half < 2; half++) {
+            float16x8_t x[R];
+            for (int r = 0; r < R; r++) x[r] = vld1q_f16(q + r * width + d + 8 * half);
+            for (int n = 0; n < 4; n++) {
+                const float16x8_t numbers = vld1q_f16(keys[n] + d + 8 * half);
+                for (int r = 0; r < R; r++) made[n][r] = vfmaq_f16(made[n][r], numbers, x[r]);
+            }
         }
-    };
-    auto fold = [&](float16x8_t *made, const float16x8_t *next) {
-        for (int r = 0; r < R; r++) made[r] = vpaddq_f16(made[r], next[r]);
-    };
-    auto four = [&](int key, float16x8_t *made) {
-        float16x8_t second[R], third[R], fourth[R];
-        one(key, made), one(key + 1, second);
-        fold(made, second);
-        one(key + 2, third), one(key + 3, fourth);
-        fold(third, fourth);
-        fold(made, third);
-    };
-    float16x8_t others[R];
-    four(0, sums), four(4, others);
-    fold(sums, others);
+    for (int r = 0; r < R; r++) sums[r] = vpaddq_f16(vpaddq_f16(made[0][r], made[1][r]), vpaddq_f16(made[2][r], made[3][r]));
 }
 
 // R queries times keys [j, j + 8) of a tile.
-template <int R> INLINE void score_keys(const HalfTile &tile, int64_t j, const float16_t *q, int64_t dim, float (*scores)[KEYS]) {
+template <int R>
+INLINE void score_keys(const HalfTile &tile, int64_t j, const float16_t *q, int64_t dim, const float *scale, float (*scores)[KEYS]) {
+    const int64_t width = whole_folds(dim);
     float32x4_t low[R], high[R];
     for (int r = 0; r < R; r++) low[r] = high[r] = vdupq_n_f32(0);
-    auto add = [&](const float16x8_t *sums) {
+    for (int64_t d = 0; d < dim; d += FOLD) {
+        float16x8_t sums[R], others[R];
+        score_four<R>(tile.keys + j, q, width, d, std::min(dim, d + FOLD), sums);
+        score_four<R>(tile.keys + j + 4, q, width, d, std::min(dim, d + FOLD), others);
         for (int r = 0; r < R; r++) {
+            sums[r] = vpaddq_f16(sums[r], others[r]);  // one key per lane
             low[r] = vaddq_f32(low[r], vcvt_f32_f16(vget_low_f16(sums[r])));
             high[r] = vaddq_f32(high[r], vcvt_high_f32_f16(sums[r]));
         }
-    };
-    float16x8_t sums[R];
-    int64_t d = 0;
-    for (; d + CARRY <= dim; d += CARRY) {
-        score_dimensions<R, CARRY>(tile.keys + j, q, dim, d, sums);
-        add(sums);
     }
-    if (d < dim) {
-        score_dimensions<R, LANE_COUNT>(tile.keys + j, q, dim, d, sums);
-        add(sums);
-    }
-    for (int r = 0; r < R; r++) vst1q_f32(scores[r] + j, low[r]), vst1q_f32(scores[r] + j + 4, high[r]);
-}
-
-struct HalfWeights {             // of R queries, in float16: divided by `room`
-    float16_t (*values)[KEYS];
-    float room;
-};
-
-inline void halve_weights(const float *weights, float room, float16_t *to) {
-    for (int j = 0; j < KEYS; j += 8) {
-        const float32x4_t low = vmulq_n_f32(vld1q_f32(weights + j), 1 / room), high = vmulq_n_f32(vld1q_f32(weights + j + 4), 1 / room);
-        vst1q_f16(to + j, vcvt_high_f16_f32(vcvt_f16_f32(low), high));
+    for (int r = 0; r < R; r++) {
+        vst1q_f32(scores[r] + j, vmulq_n_f32(low[r], scale[r]));
+        vst1q_f32(scores[r] + j + 4, vmulq_n_f32(high[r], scale[r]));
     }
 }
 
@@ -114,20 +91,15 @@ template <int COUNT> INLINE bool all_finite(const Lanes *acc) {
     return vmaxvq_f32((float32x4_t)check) == 0;  // as bits, NaN is larger than any number
 }
 
-// The weighted sum of keys [first, last), multiples of 8, for D * 16 dimensions of R queries. Returns whether the sums are finite;
-// otherwise they are not changed, unless there is room already.
+// The weighted sum of keys [first, last), multiples of 8, for D * 16 dimensions of R queries. room: what weights were divided by
 template <int R, int D>
-INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_t d, int64_t dim, const HalfWeights &weights, const float *shrink,
-                       float *sums) {
-    Lanes acc[R][D];
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < D; i++) acc[r][i] = load(sums + r * dim + d + i * LANE_COUNT) * shrink[r];
+INLINE void weigh_values(const HalfTile &tile, int64_t first, int64_t last, int64_t d, const float16_t (*weights)[KEYS], float room, Lanes (*acc)[D]) {
     for (int64_t key = first; key < last;) {
         float16x8_t made[R][2 * D] = {};
         const int64_t end = std::min(last, key / CARRY * CARRY + CARRY);
         do {
             float16x8_t numbers[R];
-            for (int r = 0; r < R; r++) numbers[r] = vld1q_f16(weights.values[r] + key);
+            for (int r = 0; r < R; r++) numbers[r] = vld1q_f16(weights[r] + key);
             unrolled<8>([&](auto lane) {
                 for (int i = 0; i < 2 * D; i++) {
                     const float16x8_t values = vld1q_f16(tile.values[key + lane] + d + 8 * i);
@@ -137,65 +109,92 @@ INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_
             key += 8;
         } while (key < end);
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < D; i++) acc[r][i] = carry(made[r] + 2 * i, weights.room, acc[r][i]);
+            for (int i = 0; i < D; i++) acc[r][i] = carry(made[r] + 2 * i, room, acc[r][i]);
     }
-    if (weights.room == 1 && !all_finite<R * D>(acc[0])) return false;
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < D; i++) store(acc[r][i], sums + r * dim + d + i * LANE_COUNT);
-    return true;
 }
 
-// R queries against a tile. q: [R][dim], scale: of each; sums: [R][dim]
+// The same over all keys of a tile, for 16 dimensions of a query whose values are too large for sums in float16.
+__attribute__((noinline)) Lanes weigh_large_values(const HalfTile &tile, int64_t d, const float16_t *weights, Lanes acc) {
+    float16_t divided[1][KEYS];
+    for (int j = 0; j < KEYS; j += 8) vst1q_f16(divided[0] + j, vmulq_n_f16(vld1q_f16(weights + j), float16_t(1 / ROOM)));
+    Lanes made[1][1] = {{acc}};
+    weigh_values<1, 1>(tile, 0, KEYS, d, divided, ROOM, made);
+    return made[0][0];
+}
+
+template <int R, int D>
+INLINE void add_values(const HalfTile &tile, int64_t first, int64_t last, int64_t d, int64_t dim, const float16_t (*weights)[KEYS], const float *shrink,
+                       float *sums) {
+    auto at = [&](int r, int i) { return sums + r * dim + d + i * LANE_COUNT; };
+    Lanes acc[R][D];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D; i++) acc[r][i] = load(at(r, i)) * shrink[r];
+    weigh_values<R, D>(tile, first, last, d, weights, 1, acc);
+    if (!all_finite<R * D>(acc[0]))
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < D; i++)
+                if (!all_finite<1>(&acc[r][i])) acc[r][i] = weigh_large_values(tile, d + i * LANE_COUNT, weights[r], load(at(r, i)) * shrink[r]);
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D; i++) store(acc[r][i], at(r, i));
+}
+
+// R queries against a tile. q: [R][whole folds of dimensions], scale: of each; sums: [R][dim]
 template <int R>
 void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q, int64_t dim, const Sight *sight, const float *scale, float cap,
                  Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
-    float16_t halves[R][KEYS];
+    float16_t weights[R][KEYS];
     float shrink[R];
     int64_t first, last;
     join_sights<R>(sight, first, last);
     first = first / 8 * 8, last = (last + 7) / 8 * 8;
     for (int64_t j = first; j < last; j += 8) {
         prefetch_keys(next, j, dim);
-        score_keys<R>(tile, j, q, dim, scores);
+        score_keys<R>(tile, j, q, dim, scale, scores);
     }
-    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], sight[r], scale[r], cap);
+    for (int r = 0; r < R; r++) shrink[r] = weigh_halves(states[r], scores[r], sight[r], cap, weights[r]);
     const int D = R < 4 ? 2 : 1;  // enough independent sums that none waits for the previous one
     int64_t d = 0;
-    for (float room : {1.0f, ROOM}) {
-        for (int r = 0; r < R; r++) halve_weights(scores[r], room, halves[r]);
-        const HalfWeights weights{halves, room};
-        while (d + D * LANE_COUNT <= dim && add_values<R, D>(tile, first, last, d, dim, weights, shrink, sums)) d += D * LANE_COUNT;
-        if constexpr (D > 1)
-            if (d + LANE_COUNT == dim && add_values<R, 1>(tile, first, last, d, dim, weights, shrink, sums)) d = dim;
-        if (d == dim) break;
-    }
+    for (; d + D * LANE_COUNT <= dim; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, dim, weights, shrink, sums);
+    if constexpr (D > 1)
+        if (d < dim) add_values<R, 1>(tile, first, last, d, dim, weights, shrink, sums);
 }
 
 struct HalfQueries {             // the queries of a task, query by query and head by head
-    float16_t *values;           // [count][dim], at most 1 / ROOM
+    float16_t *values;           // [count][whole folds of dimensions], at most 1 / QUERY_ROOM; if there are many, in the order of panels
     Results results;
     float *scale;                // [count]: scale of scores
     int64_t *positions;          // [count]
     int64_t earliest, count;     // earliest: the first position that any of them may see
+    bool many;
 };
 
-// memory: for whole blocks of ROWS queries. Missing queries are zero.
+// q, divided by scale. in_panels: in the order of panels of keys
+inline void load_query(const float *q, int64_t dim, float scale, bool in_panels, uint16_t *to) {
+    uint16_t halves[LANE_COUNT];
+    for (int64_t d = 0; d < dim; d += LANE_COUNT) {
+        store_f16(load(q + d) * (1 / scale), halves);
+        for (int64_t i = 0; i < LANE_COUNT; i++) to[in_panels ? place_of(d + i) : d + i] = halves[i];
+    }
+}
+
+// memory: for whole blocks of ROWS queries. Missing queries and dimensions are zero.
 inline HalfQueries load_queries(const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
-    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = layer.heads + 2 * layer.kv_heads, count = task.queries * group;
-    const int64_t whole = (count + ROWS - 1) / ROWS * ROWS;
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = read_heads(layer), count = task.queries * group;
+    const int64_t whole = (count + ROWS - 1) / ROWS * ROWS, width = whole_folds(dim);
     float *joined = memory + whole * dim, *scales = joined + whole * dim;
     Online *states = (Online *)(scales + whole);
-    HalfQueries queries{nullptr, {count, whole, dim, dim, memory, joined, states, states + whole}, scales, nullptr, INT64_MAX, count};
+    HalfQueries queries{nullptr, {count, whole, dim, dim, memory, joined, states, states + whole}, scales, nullptr, INT64_MAX, count, false};
+    queries.many = count >= MANY && width <= MOST_SPANS * CHAIN;
     queries.positions = (int64_t *)(states + 2 * whole);
     queries.values = (float16_t *)(queries.positions + whole);
     std::fill(queries.scale + count, queries.scale + whole, 0.0f);
     std::fill(queries.positions + count, queries.positions + whole, -1);
-    std::fill(queries.values + count * dim, queries.values + whole * dim, float16_t(0));
+    std::fill(queries.values, queries.values + whole * width, float16_t(0));
     for (int64_t i = 0; i < count; i++) {
         const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
-        const float scale = power_above(largest_of(q, dim)) * ROOM;
-        for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
+        const float scale = power_above(largest_of(q, dim)) * QUERY_ROOM;
+        load_query(q, dim, scale, queries.many, (uint16_t *)queries.values + i * width);
         queries.scale[i] = scale * layer.attention_scale;
         queries.positions[i] = step.cache_index[task.token_of(i / group)];
         queries.earliest = std::min(queries.earliest, first_seen(layer, queries.positions[i]));
@@ -203,16 +202,27 @@ inline HalfQueries load_queries(const Layer &layer, const Step &step, const floa
     return queries;
 }
 
+// 8 queries against a tile that was laid out in panels. See `attend_tile`.
+inline void attend_eight(const HalfTile &tile, const PanelTile &panels, const float16_t *q, int64_t dim, const Sight *sight, const float *scale,
+                         float cap, Online *states, float *sums) {
+    float16_t weights[ROWS][KEYS];
+    float shrink[ROWS];
+    attend_panels(panels, q, dim, sight, scale, cap, states, weights, shrink, sums, [&](int r, int64_t d) {
+        return weigh_large_values(tile, d, weights[r], load(sums + r * dim + d) * shrink[r]);
+    });
+}
+
 // Queries against the keys of a row, through its block table.
 void attend_halves(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
     if (!fits_halves(model, layer)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
-    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads;
+    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, width = whole_folds(dim);
     const int32_t *table = table_of(layer, step, task.row);
     float *memory = (float *)scratch;
+    const PanelTile panels{(float16_t *)(memory + dim), (float16_t *)(memory + dim) + KEYS * width};
+    const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim + KEYS * width);
     std::fill(memory, memory + dim, 0.0f);  // a missing key
-    const PanelTile panels{(float16_t *)(memory + dim), (float16_t *)(memory + dim) + KEYS * dim};
-    const HalfQueries queries = load_queries(layer, step, qkv, task, memory + dim + KEYS * dim);
+    if (queries.many) std::fill(panels.keys, panels.values, float16_t(0));  // dimensions that heads do not have
     HalfTile tile, next, none;
     next.count = none.count = 0;
     auto attend = [&](int64_t begin, int64_t from) {
@@ -221,34 +231,34 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
         };
         if (next.count == 0) {
             find(begin, from, next);
-            for (int64_t j = 0; j < next.count && queries.count < MANY; j += 8) prefetch_keys(next, j, dim);  // only small batches would wait for the keys
+            for (int64_t j = 0; j < next.count && !queries.many; j += 8) prefetch_keys(next, j, dim);  // only small batches would wait for the keys
         }
         tile = next;
         find(begin + KEYS, begin + KEYS, next);
-        const bool many = queries.count >= MANY && dim <= MOST_SPANS * CHAIN && lay_out(tile.keys, tile.values, dim, panels);
-        const int64_t at_once = many ? ROWS : QUERIES_AT_ONCE;
+        if (queries.many) lay_out(tile.keys, tile.values, dim, panels);
+        const int64_t at_once = queries.many ? ROWS : QUERIES_AT_ONCE;
         for (int64_t i = 0; i < queries.count; i += at_once) {
-            const int64_t rows = many ? at_once : std::min(at_once, queries.count - i);
+            const int64_t rows = queries.many ? at_once : std::min(at_once, queries.count - i);
             Sight sights[ROWS];
             for (int64_t r = 0; r < rows; r++) {
                 const int64_t position = queries.positions[i + r], head = task.kv_head * group + (i + r) % group;
                 sights[r] = position < 0 ? Sight{KEYS, 0, 0, 0} : sight_of(layer, head, position, begin, tile.count);  // a missing query sees nothing
             }
             const Sight *sight = sights;
-            const float16_t *q = queries.values + i * dim;
+            const float16_t *q = queries.values + i * width;
             const float *scale = queries.scale + i;
             Online *states = queries.results.states + i;
             float *sums = queries.results.sums + i * dim;
-            if (many) {
+            if (queries.many) {
                 if (i < KEYS) prefetch_keys(next, i, dim);
-                attend_panels(panels, q, dim, sight, scale, layer.soft_cap, states, sums);
+                attend_eight(tile, panels, q, dim, sight, scale, layer.soft_cap, states, sums);
             } else {
                 attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, q, dim, sight, scale, layer.soft_cap, states, sums);
             }
         }
     };
     by_pieces(task, queries.results, queries.earliest, partials, attend, [] {});
-    finish(layer, task, queries.results, out, partials);
+    finish(layer, task, qkv, queries.results, out, partials);
 }
 
 }  // namespace

@@ -50,5 +50,21 @@ template <Digits D> struct VnniMath {
 
 using Avx512Choice = FloatChoice<VnniMath>;
 
+// quantize_span for 16 columns at a time.
+inline void quantize_span512(const float *values, int64_t count, int8_t *codes, float &scale, float &sum) {
+    __m512i bits = _mm512_setzero_si512(), total = bits;
+    for (int64_t i = 0; i < count; i += 16)
+        bits = _mm512_max_epu32(bits, _mm512_and_si512(_mm512_loadu_si512(values + i), _mm512_set1_epi32(0x7fffffff)));
+    const float largest = bits_to_float(_mm512_reduce_max_epu32(bits)), inverse = largest > 0 ? 127 / largest : 0.0f;
+    const __mmask16 finite = float_to_bits(largest) < 0x7f800000 ? 0xffff : 0;
+    scale = largest / 127;
+    for (int64_t i = 0; i < count; i += 16) {
+        const __m512i four = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(_mm512_loadu_ps(values + i), _mm512_set1_ps(inverse)));
+        _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(four));
+        total = _mm512_add_epi32(total, four);
+    }
+    sum = scale * float(_mm512_reduce_add_epi32(total));
+}
+
 }  // namespace
 }  // namespace octavo

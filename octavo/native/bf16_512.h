@@ -19,13 +19,6 @@ template <bool ROUGH = false> inline __m512 power512(__m512 t) {
     return _mm512_scalef_ps(p, whole);
 }
 
-// x / (1 + exp(-x)), with a reciprocal that is refined to the last bit or two.
-inline __m512 silu512(__m512 x) {
-    __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
-    __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), power512(t)), guess = _mm512_rcp14_ps(below);
-    return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(guess, below, _mm512_set1_ps(2.0f))));
-}
-
 // The permutation that interleaves two registers of 16 bfloat16 numbers.
 inline __m512i interleave512() {
     return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

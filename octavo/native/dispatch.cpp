@@ -42,7 +42,7 @@ namespace octavo {
 [[maybe_unused]] static bool has_amx() {
     unsigned a = 7, b, c = 0, d;
     asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return (d >> 22 & 1) && (d >> 24 & 1) && may_use_tiles();  // amx-bf16, amx-tile
+    return (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles();  // amx-bf16, amx-tile, amx-int8
 }
 #elif defined(__aarch64__) && defined(__linux__)
 [[maybe_unused]] static bool has_neon() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) && (getauxval(AT_HWCAP) & HWCAP_ASIMDHP); }
@@ -85,10 +85,7 @@ void choose_level() {
 void together(const std::function<void(int)> &body) {
     choose_level();
     make_scratch(pool().threads());
-    pool().run([&](int thread) {
-        if (kernels_.start) kernels_.start();
-        body(thread);
-    });
+    pool().run(body);
 }
 
 }  // namespace octavo
@@ -169,6 +166,13 @@ int octavo_write(const Model *model, int layer, const Step *step, float *qkv) {
 int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out) {
     return with_buffers([&] {
         attend_all(*model, layer, *step, qkv, out);
+        return 0;
+    });
+}
+
+int octavo_delta_net(const Model *model, int layer, const Step *step, const float *qkvz, const float *gates, float *out) {
+    return with_buffers([&] {
+        recur_all(*model->layers[layer].delta_net, *step, qkvz, gates, out);
         return 0;
     });
 }

@@ -34,6 +34,7 @@ void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t rows, 
 void gate_up_all(const Matrix &matrix, int activation, const float *x, float *y, int64_t rows, int64_t tokens);
 void mix_all(const Mixture &mixture, int activation, const float *x, float *y, int64_t tokens);
 void cap_all(const Model &model, float *logits, int64_t count);
+void recur_all(const DeltaNet &net, const Step &step, const float *qkvz, const float *gates, float *out);
 void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out);
 
 }  // namespace octavo

@@ -2,6 +2,7 @@
 // kernels by faster ones. All of it is in an unnamed namespace: code compiled for one level must never be used by another.
 #pragma once
 #include "attention.h"
+#include "recurrence.h"
 #include "sampling.h"
 
 namespace octavo {
@@ -91,7 +92,7 @@ void store_head(const Model &model, const Layer &layer, const float *head, void 
 void write_generic(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token) {
     const int64_t dim = layer.head_dim, half = layer.rotary_dim / 2, slot = step.slots[layer.cache_group * step.slot_stride + token];
     const int64_t position = step.positions[token];
-    float *heads = qkv + token * (layer.heads + 2 * layer.kv_heads) * dim, *keys = heads + layer.heads * dim, *values = keys + layer.kv_heads * dim;
+    float *heads = qkv + token * read_heads(layer) * dim, *keys = heads + layer.heads * dim, *values = keys + layer.kv_heads * dim;
     if (layer.whole_norm) {
         add_norm_generic(heads, nullptr, layer.q_norm, heads, layer.heads * dim);
         add_norm_generic(keys, nullptr, layer.k_norm, keys, layer.kv_heads * dim);
@@ -126,6 +127,7 @@ void fill_generic(Kernels &kernels) {
     kernels.cap = cap_values;
     kernels.write = write_generic;
     kernels.attend = attend_floats;
+    kernels.delta_net = recur_head;
     kernels.argmax = argmax;
     kernels.uniform = uniform_row<philox>;
     kernels.draw = draw_row<philox>;

@@ -104,11 +104,30 @@ INLINE Lanes operator/(const Lanes &a, const Lanes &b) {
 }
 INLINE Lanes operator*(const Lanes &a, float b) { return a * broadcast(b); }
 
-// a * b + c, with one rounding if the CPU supports it.
+// a * b + c, with one rounding if the level has an instruction for it, otherwise with two. Compilers may or may not fuse a product and a
+// sum that are written as such, and kernels for few rows and for many must round alike.
+INLINE Vector multiply_add(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 INLINE Lanes multiply_add(const Lanes &a, const Lanes &b, const Lanes &c) {
     Lanes r;
-    EACH_PART r.part[p] = a.part[p] * b.part[p] + c.part[p];
+    EACH_PART r.part[p] = multiply_add(a.part[p], b.part[p], c.part[p]);
     return r;
+}
+INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
 }
 
 // NaN in `a` stays NaN, in both functions.
@@ -336,9 +355,9 @@ template <bool ROUGH = false> INLINE Lanes power(const Lanes &t) {
     EACH_PART {
         Vector x = t.part[p] < -126.0f ? broadcast_vector(-126.0f) : t.part[p];
         Vector shifted = x + MAGIC, rest = x - (shifted - MAGIC), q;
-        auto polynomial = [&](float highest, std::initializer_list<float> others) {
+        auto polynomial = [&](float highest, std::initializer_list<float> others) __attribute__((always_inline)) {
             q = broadcast_vector(highest);
-            for (float c : others) q = q * rest + c;
+            for (float c : others) q = multiply_add(q, rest, broadcast_vector(c));
         };
         if (ROUGH) polynomial(0.00957010128f, {0.0559178628f, 0.240247443f, 0.693121791f, 0.999999285f});
         else polynomial(0.00132764713f, {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f});
@@ -347,8 +366,18 @@ template <bool ROUGH = false> INLINE Lanes power(const Lanes &t) {
     return r;
 }
 
+// a / b for b from 1 to 2^126, accurate to the last bit or two.
+INLINE Lanes divide(const Lanes &a, const Lanes &b) {
+#if defined(__AVX512F__)
+    const __m512 below = (__m512)b.part[0], guess = _mm512_rcp14_ps(below);
+    return {{(Vector)_mm512_mul_ps((__m512)a.part[0], _mm512_mul_ps(guess, _mm512_fnmadd_ps(guess, below, _mm512_set1_ps(2.0f))))}};
+#else
+    return a / b;
+#endif
+}
+
 // x / (1 + exp(-t)): x times the sigmoid of t
-INLINE Lanes by_sigmoid(const Lanes &x, const Lanes &t) { return x / (broadcast(1.0f) + power(at_most(t * -LOG2_E, 126.0f))); }
+INLINE Lanes by_sigmoid(const Lanes &x, const Lanes &t) { return divide(x, broadcast(1.0f) + power(at_most(t * -LOG2_E, 126.0f))); }
 
 INLINE Lanes silu(const Lanes &x) { return by_sigmoid(x, x); }
 

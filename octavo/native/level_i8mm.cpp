@@ -1,4 +1,4 @@
-// ARM with products of unsigned by signed bytes, and of bfloat16: small batches as codes, large batches in bfloat16.
+// ARM with products of unsigned by signed bytes, and of bfloat16. Sums of codes are exact, so a row has the same bits in both kernels.
 #include "neon.h"
 
 namespace octavo {
@@ -12,70 +12,102 @@ struct MixedDot {
     }
 };
 
-// Unpacks a panel of codes to pairs of bfloat16: to [stride / 2][16][2]
-template <Digits D> void unpack_pairs(const Matrix &matrix, int64_t stride, int64_t panel, bfloat16_t *to) {
-    const bool FOUR = D != Digits::BYTES;
-    const int64_t groups = stride / matrix.group;
-    const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t place = (panel * groups + g) * P;
-        const Lanes scale = load_f16(matrix.scale + place) * matrix.factor, offset = load_f16(matrix.offset + place) * matrix.factor;
-        auto put = [&](const Words &words, int shift, int mask) {  // the bits from `shift` on, of this and of the next byte
-            const Lanes first = multiply_add(digits_of(words, shift, mask), scale, offset);
-            const Lanes second = multiply_add(digits_of(words, shift + 8, mask), scale, offset);
-            for (int p = 0; p < 4; p++, to += 8) {
-                const bfloat16x8_t both = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first.part[p]), (float32x4_t)second.part[p]);
-                const uint16x8_t bits = vreinterpretq_u16_bf16(both);
-                vst1q_bf16(to, vreinterpretq_bf16_u16(vzip1q_u16(bits, vextq_u16(bits, bits, 4))));
+// Two rows of a panel times two rows of x, 8 k at a time. Panels are unpacked to [stride / 8][16][8].
+template <Digits D> struct SquaresMath {
+    static const int MOST = 4;
+    struct Panel {
+        int64_t index;
+        const uint8_t *w;
+    };
+    const Matrix &matrix;
+    const Rows &rows;
+
+    Panel panel(int64_t index, void *memory) const {
+        const UnpackedQuads<D, false> quads(matrix, rows.stride, index, memory);
+        for (uint32_t *to = (uint32_t *)memory, *end = to + rows.stride * P / 4; to < end; to += 2 * P) {  // two quads of 16 rows, in place
+            uint32x4_t first[4], second[4];
+            for (int p = 0; p < 4; p++) first[p] = vld1q_u32(to + 4 * p), second[p] = vld1q_u32(to + P + 4 * p);
+            for (int p = 0; p < 4; p++) {
+                vst1q_u32(to + 8 * p, vzip1q_u32(first[p], second[p]));
+                vst1q_u32(to + 8 * p + 4, vzip2q_u32(first[p], second[p]));
             }
-        };
-        for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
-            each_quad<D>(load_words(w), matrix.table, [&](const Words &words, int shift, int mask) {
-                put(words, shift, mask), put(words, shift + 16, mask);
+        }
+        return {index, quads.w};
+    }
+    // A pair of rows may be the last row twice.
+    template <int R> void block(int64_t row, const Panel &panel, Lanes *sums) const {
+        const int PAIRS = (R + 1) / 2;
+        CodeSums<R> made(matrix, rows, row, panel.index);
+        const uint8_t *w = panel.w;
+        const int8_t *x = rows.codes + row * rows.stride;
+        for (int64_t k = 0; k < rows.stride;) {
+            const int64_t start = k;
+            int32x4_t totals[PAIRS][8];
+            for (int i = 0; i < PAIRS; i++)
+                for (int p = 0; p < 8; p++) totals[i][p] = vreinterpretq_s32_f32(vdupq_n_f32(MAGIC));
+            do {
+                int8x16_t codes[PAIRS][2];
+                for (int i = 0; i < PAIRS; i++) {
+                    const int64x2_t one = vreinterpretq_s64_s8(vld1q_s8(x + 2 * i * rows.stride));
+                    const int64x2_t other = vreinterpretq_s64_s8(vld1q_s8(x + std::min(2 * i + 1, R - 1) * rows.stride));
+                    codes[i][0] = vreinterpretq_s8_s64(vzip1q_s64(one, other)), codes[i][1] = vreinterpretq_s8_s64(vzip2q_s64(one, other));
+                }
+                for (int half = 0; half < 2; half++)
+                    for (int p = 0; p < 8; p++, w += 16) {
+                        const uint8x16_t numbers = vld1q_u8(w);
+                        for (int i = 0; i < PAIRS; i++) totals[i][p] = vusmmlaq_s32(totals[i][p], numbers, codes[i][half]);
+                    }
+                k += 16, x += 16;
+            } while (k < start + made.span);
+            made.add_span(start, [&](int r) {
+                Lanes total;
+                for (int p = 0; p < 4; p++) {
+                    const int32x4_t a = totals[r / 2][2 * p], b = totals[r / 2][2 * p + 1];
+                    total.part[p] = (Vector)(r % 2 ? vuzp2q_s32(a, b) : vuzp1q_s32(a, b)) - MAGIC;
+                }
+                return total;
             });
         }
+        made.finish(sums);
     }
-}
+};
 
-// Products of bfloat16: a register holds a pair of k for 4 rows of a panel.
+// Products of bfloat16, in place: a register holds a pair of k for 4 rows of a panel.
 struct PairsMath {
     static const int MOST = 4;
     const Matrix &matrix;
     const Rows &rows;
 
-    // In place, or unpacked.
-    const bfloat16_t *panel(int64_t index, void *memory) const {
-        if (matrix.kind == OCTAVO_BF16) return (const bfloat16_t *)matrix.data + index * rows.stride * P;
-        by_digits(matrix, [&](auto digits) { unpack_pairs<digits>(matrix, rows.stride, index, (bfloat16_t *)memory); });
-        return (const bfloat16_t *)memory;
-    }
+    const bfloat16_t *panel(int64_t index, void *) const { return (const bfloat16_t *)matrix.data + index * rows.stride * P; }
+    // One sum for each result, however many rows there are.
     template <int R> void block(int64_t row, const bfloat16_t *w, Lanes *sums) const {
         const bfloat16_t *x = (const bfloat16_t *)rows.halves + row * rows.stride;
-        const int U = R == 1 ? 2 : 1;  // sums of each row, so that a step does not wait for the previous one
-        float32x4_t made[R][U][4] = {};
+        float32x4_t made[R][4] = {};
         for (int64_t k = 0; k < rows.stride; k += 8, w += 8 * P) {
             bfloat16x8_t numbers[R];
             for (int r = 0; r < R; r++) numbers[r] = vld1q_bf16(x + r * rows.stride + k);
             unrolled<4>([&](auto lane) {
                 for (int p = 0; p < 4; p++) {
                     const bfloat16x8_t weights = vld1q_bf16(w + lane * 2 * P + 8 * p);
-                    for (int r = 0; r < R; r++) made[r][lane % U][p] = vbfdotq_laneq_f32(made[r][lane % U][p], weights, numbers[r], lane);
+                    for (int r = 0; r < R; r++) made[r][p] = vbfdotq_laneq_f32(made[r][p], weights, numbers[r], lane);
                 }
             });
         }
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < 4; p++) sums[r].part[p] = (Vector)(U == 1 ? made[r][0][p] : vaddq_f32(made[r][0][p], made[r][U - 1][p]));
+            for (int p = 0; p < 4; p++) sums[r].part[p] = (Vector)made[r][p];
     }
 };
 
+template <Digits D> using Few = DotMath<D, MixedDot, StoredQuads>;
+
 struct I8mmChoice {
-    static Form form(const Matrix &matrix, int64_t rows) {
-        return matrix.kind == OCTAVO_BF16 || (has_codes(matrix) && rows > FEW) ? Form::BF16 : HalfChoice<MixedDot>::form(matrix, rows);
-    }
+    using Others = HalfChoice<Few, SquaresMath>;
+
+    static Form form(const Matrix &matrix, int64_t rows) { return matrix.kind == OCTAVO_BF16 ? Form::BF16 : Others::form(matrix, rows); }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
         if (rows.form == Form::BF16) run(PairsMath{matrix, rows});
-        else HalfChoice<MixedDot>::choose(matrix, rows, run);
+        else Others::choose(matrix, rows, run);
     }
 };
 

@@ -2,10 +2,16 @@
 #include "attention_neon.h"
 
 namespace octavo {
+namespace {
+
+template <Digits D> using Few = DotMath<D, SignedDot, StoredQuads>;
+template <Digits D> using Many = DotMath<D, SignedDot, UnpackedQuads>;
+
+}  // namespace
 
 void fill_neon(Kernels &kernels) {
     fill_generic(kernels);
-    fill_products<HalfChoice<SignedDot>>(kernels);
+    fill_products<HalfChoice<Few, Many>>(kernels);
     kernels.attend = attend_halves;
 }
 

@@ -7,7 +7,7 @@
 //     BF16      rounded to bfloat16
 //     INT8      one-byte codes, with a scale for each span of k: 32, or the group of the weights if that is smaller
 //
-// INT8 is for weights in codes. The levels amx, neon and i8mm use it for small batches only, and unpack the weights for larger ones.
+// INT8 is for weights in codes.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -76,6 +76,9 @@ inline int64_t first_seen(const Layer &layer, int64_t position) {
 
 inline float slope_of(const Layer &layer, int64_t head) { return layer.alibi ? layer.alibi[head] : 0.0f; }
 
+// The heads in a row of `qkv`: of q, k and v, and gates.
+inline int64_t read_heads(const Layer &layer) { return (layer.output_gate ? 2 : 1) * layer.heads + 2 * layer.kv_heads; }
+
 // The number of columns that the activation makes of a product with gates and ups, or with ups alone.
 inline int64_t activated(const Matrix &matrix, int activation) { return activation == OCTAVO_GELU ? matrix.n : matrix.n / 2; }
 
@@ -84,8 +87,19 @@ static inline float with_sink(const Layer &layer, int64_t head, float largest, f
     return layer.sinks ? total + fast_exp(layer.sinks[head] - largest) : total;
 }
 
+// The product `qkvz` of a step. A step stores it head by head, so that a head's numbers of a row are contiguous, since tokens would be in
+// different pages; callers of the C ABI store it token by token.
+struct Projected {
+    const float *values;
+    int64_t tokens;          // or 0: token by token
+
+    // The numbers of a token for a head of `size` numbers, of which the first is in column `begin`.
+    const float *at(const DeltaNet &net, int64_t begin, int64_t size, int64_t token) const {
+        return tokens ? values + begin * tokens + token * size : values + token * net.qkvz.n + begin;
+    }
+};
+
 struct Kernels {
-    void (*start)();                                                                // called in each thread before any other kernel; or null
     Form (*form)(const Matrix &matrix, int64_t rows);                               // the format for a product of this many rows
     void (*prepare)(const Matrix &matrix, const float *x, const Rows &rows, int64_t row);  // x: one row
     void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
@@ -95,6 +109,8 @@ struct Kernels {
     void (*write)(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token);
     void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
                    const Task &task, void *scratch);
+    void (*delta_net)(const DeltaNet &net, const Step &step, const Projected &qkvz, const float *gates, const Target &out, int64_t row, int64_t head,
+                      void *scratch);                                               // all tokens of a row in one of its v heads
     int64_t (*argmax)(const float *values, int64_t count);
     void (*uniform)(const int64_t *noise, int64_t position, float *numbers, int64_t count);
     void (*draw)(const Draws &draws, int64_t row, uint32_t *memory);                // memory: row_words(vocab)

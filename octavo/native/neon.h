@@ -1,7 +1,9 @@
 // Products with NEON byte dot products and float16 arithmetic. Shared by the levels neon and i8mm.
 //
-//     small batches    codes by codes: a register holds a quad of codes for 4 rows of a panel
-//     larger batches   float16 by float16: two registers hold one k for all 16 rows of a panel
+//     weights in codes     codes by codes: a register holds a quad of codes for 4 rows of a panel
+//     weights in float16   float16 by float16: two registers hold one k for all 16 rows of a panel
+//
+// The bits of a row do not depend on the other rows: sums of codes are exact, and others are added in one order.
 #pragma once
 #include <utility>
 
@@ -19,6 +21,9 @@ const int64_t PREFETCH_BYTES = 1024;  // how far ahead weights are prefetched
 
 // --- 8-bit codes ---------------------------------------------------------------------------------------------------------
 
+const int64_t UNPACK_ABOVE = 16;      // rows above which unpacking a panel once costs less than unpacking it for every block of rows
+const float MAGIC = 12582912.0f;      // 1.5 * 2^23: an integer added to its bits is a float, except for a constant difference
+
 // A quad of codes of each of 4 rows times the quad LANE of x, both signed.
 struct SignedDot {
     static const bool CENTRED = true;  // bytes are signed only if shifted by -128
@@ -27,20 +32,64 @@ struct SignedDot {
     }
 };
 
-template <Digits D, class Dot> struct DotMath {
-    static const bool FOUR = D != Digits::BYTES;
+// Quads of codes as they are stored. A byte of 4-bit codes belongs to two quads. CENTRED: numbers are shifted by -128
+template <Digits D, bool CENTRED> struct StoredQuads {
+    static const int COUNT = D == Digits::BYTES ? 1 : 2;
+    const uint8_t *w;
+    uint8x16_t table;
+
+    StoredQuads(const Matrix &matrix, int64_t stride, int64_t panel, void *)
+        : w((const uint8_t *)matrix.data + panel * stride * P / COUNT), table(D == Digits::LOOKED_UP ? vld1q_u8(matrix.table) : vdupq_n_u8(0)) {
+        if (D == Digits::LOOKED_UP && CENTRED) table = veorq_u8(table, vdupq_n_u8(128));
+    }
+    template <int QUAD> INLINE uint8x16_t numbers(uint8x16_t bytes) const {
+        if constexpr (D == Digits::BYTES) return CENTRED ? veorq_u8(bytes, vdupq_n_u8(128)) : bytes;
+        const uint8x16_t digits = QUAD ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+        return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits;
+    }
+};
+
+// Prefetches into the L2 cache. Panels are read with long pauses, so the hardware prefetcher would be too late.
+const int64_t AFTER = 2;  // panels prefetched: gate and up are unpacked together
+INLINE void prefetch_far(const void *from) { __builtin_prefetch(from, 0, 2); }
+
+// The same numbers, each in a byte of its own: [stride / 4][16][4]
+template <Digits D, bool CENTRED> struct UnpackedQuads {
+    static const int COUNT = 1;
+    const uint8_t *w;
+
+    UnpackedQuads(const Matrix &matrix, int64_t stride, int64_t panel, void *memory) : w((const uint8_t *)memory) {
+        const StoredQuads<D, CENTRED> stored(matrix, stride, panel, nullptr);
+        const int64_t scales = stride / matrix.group * P, bytes = stride * P / stored.COUNT;
+        for (int64_t i = (panel + AFTER) * scales; i < (panel + AFTER + 1) * scales; i += 32)
+            prefetch_far(matrix.scale + i), prefetch_far(matrix.offset + i);
+        const uint8_t *from = stored.w;
+        for (uint8_t *to = (uint8_t *)memory, *end = to + stride * P; to < end; from += 64) {
+            prefetch_far(from + AFTER * bytes);
+            unrolled<stored.COUNT>([&](auto quad) {
+                for (int p = 0; p < 4; p++, to += 16) vst1q_u8(to, stored.template numbers<quad>(vld1q_u8(from + 16 * p)));
+            });
+        }
+    }
+    template <int QUAD> INLINE uint8x16_t numbers(uint8x16_t bytes) const { return bytes; }
+};
+
+template <Digits D, class Dot, template <Digits, bool> class Source> struct DotMath {
     static const int MOST = 4;
-    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: an integer added to its bits is a float, except for a constant difference
     static const bool CENTRED = Dot::CENTRED && D != Digits::NIBBLES;
+    using Quads = Source<D, CENTRED>;
+    struct Panel {
+        int64_t index;
+        Quads quads;
+    };
     const Matrix &matrix;
     const Rows &rows;
 
-    int64_t panel(int64_t index, void *) const { return index; }
-    template <int R> void block(int64_t row, int64_t panel, Lanes *sums) const {
-        CodeSums<R, CENTRED> made(matrix, rows, row, panel);
-        const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
+    Panel panel(int64_t index, void *memory) const { return {index, Quads(matrix, rows.stride, index, memory)}; }
+    template <int R> void block(int64_t row, const Panel &panel, Lanes *sums) const {
+        CodeSums<R, CENTRED> made(matrix, rows, row, panel.index);
+        const uint8_t *w = panel.quads.w;
         const int8_t *x = rows.codes + row * rows.stride;
-        const uint8x16_t table = numbers();
         for (int64_t k = 0; k < rows.stride;) {
             const int64_t start = k;
             int32x4_t totals[R][4];
@@ -49,9 +98,9 @@ template <Digits D, class Dot> struct DotMath {
             do {
                 int8x16_t codes[R];
                 for (int r = 0; r < R; r++) codes[r] = vld1q_s8(x + r * rows.stride);
-                unrolled<FOUR ? 2 : 4>([&](auto part) {
+                unrolled<4 / Quads::COUNT>([&](auto part) {
                     __builtin_prefetch(w + PREFETCH_BYTES);
-                    add<part * (FOUR ? 2 : 1)>(w, table, codes, totals);
+                    add<part * Quads::COUNT>(w, panel.quads, codes, totals);
                     w += 64;
                 });
                 k += 16, x += 16;
@@ -66,86 +115,19 @@ template <Digits D, class Dot> struct DotMath {
     }
 
 private:
-    // The table in the form of the dot products.
-    uint8x16_t numbers() const {
-        if constexpr (D != Digits::LOOKED_UP) return vdupq_n_u8(0);
-        else return CENTRED ? veorq_u8(vld1q_u8(matrix.table), vdupq_n_u8(128)) : vld1q_u8(matrix.table);
-    }
-    static INLINE uint8x16_t number(uint8x16_t digits, uint8x16_t table) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; }
-
     // 64 bytes of weights times the quad LANE of x, and the next quad if there are two.
-    template <int LANE, int R> static INLINE void add(const uint8_t *w, uint8x16_t table, const int8x16_t (&x)[R], int32x4_t (&totals)[R][4]) {
+    template <int LANE, int R> static INLINE void add(const uint8_t *w, const Quads &quads, const int8x16_t (&x)[R], int32x4_t (&totals)[R][4]) {
         for (int p = 0; p < 4; p++) {
-            const uint8x16_t both = vld1q_u8(w + 16 * p);
-            const uint8x16_t first = FOUR ? number(vandq_u8(both, vdupq_n_u8(15)), table) : CENTRED ? veorq_u8(both, vdupq_n_u8(128)) : both;
-            for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE>(totals[r][p], first, x[r]);
-            if constexpr (FOUR) {
-                const uint8x16_t second = number(vshrq_n_u8(both, 4), table);
-                for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE + 1>(totals[r][p], second, x[r]);
-            }
+            const uint8x16_t bytes = vld1q_u8(w + 16 * p);
+            unrolled<Quads::COUNT>([&](auto quad) {
+                const uint8x16_t numbers = quads.template numbers<quad>(bytes);
+                for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE + quad>(totals[r][p], numbers, x[r]);
+            });
         }
     }
 };
 
 // --- float16 -----------------------------------------------------------------------------------------------------------
-
-const float MOST_HALF = 1024;  // limit of a weight: 32 products with numbers up to 1 stay below float16's limit
-
-// The power of two that scales codes for float16: it brings the largest weight close to MOST_HALF, as far as the power itself
-// fits into float16.
-inline float half_power(const Matrix &matrix) {
-    return matrix.top > 0 ? std::clamp(MOST_HALF / power_above(matrix.top), 0x1p-14f, 0x1p15f) : 1.0f;
-}
-
-// Loads a register again: a fused multiply-add overwrites its addend, and a load costs less than a copy.
-template <class Register> INLINE Register again(const Register *from) {
-    Register r;
-    asm volatile("ldr %q0, %1" : "=w"(r) : "m"(*from));
-    return r;
-}
-
-// 16 quads of codes -> one register for each index in a quad. Faster than the instruction for this load.
-INLINE uint8x16x4_t load_quads(const uint8_t *w) {
-    const uint8x16_t a = vld1q_u8(w), b = vld1q_u8(w + 16), c = vld1q_u8(w + 32), d = vld1q_u8(w + 48);
-    const uint8x16_t even[2] = {vuzp1q_u8(a, b), vuzp1q_u8(c, d)}, odd[2] = {vuzp2q_u8(a, b), vuzp2q_u8(c, d)};
-    return {vuzp1q_u8(even[0], even[1]), vuzp1q_u8(odd[0], odd[1]), vuzp2q_u8(even[0], even[1]), vuzp2q_u8(odd[0], odd[1])};
-}
-
-// Prefetches into the L2 cache. Panels are read with long pauses, so the hardware prefetcher would be too late.
-const int64_t AFTER = 2;  // panels prefetched: gate and up are unpacked together
-INLINE void prefetch_far(const void *from) { __builtin_prefetch(from, 0, 2); }
-
-// Unpacks a panel of codes to float16: to [stride][16]
-template <Digits D> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
-    const bool FOUR = D != Digits::BYTES;
-    const int64_t groups = stride / matrix.group, bytes = stride * P / (FOUR ? 2 : 1);
-    const uint8_t *w = (const uint8_t *)matrix.data + panel * bytes;
-    const uint8x16_t table = D == Digits::LOOKED_UP ? vld1q_u8(matrix.table) : vdupq_n_u8(0);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t place = (panel * groups + g) * P;
-        float16x8_t scale[2], offset[2];
-        for (int half = 0; half < 2; half++) {
-            scale[half] = vmulq_n_f16(vld1q_f16((const float16_t *)matrix.scale + place + 8 * half), float16_t(power));
-            offset[half] = vmulq_n_f16(vld1q_f16((const float16_t *)matrix.offset + place + 8 * half), float16_t(power));
-        }
-        auto put = [&](uint8x16_t codes) {
-            // A code in the low bits of 1,024 is the float16 1,024 + code, which is faster than a conversion.
-            const uint8x16_t above = vdupq_n_u8(0x64);
-            const float16x8_t shifted[2] = {vreinterpretq_f16_u8(vzip1q_u8(codes, above)), vreinterpretq_f16_u8(vzip2q_u8(codes, above))};
-            for (int half = 0; half < 2; half++, to += 8)
-                vst1q_f16(to, vfmaq_f16(again(offset + half), vsubq_f16(shifted[half], vdupq_n_f16(1024)), scale[half]));
-        };
-        auto number = [&](uint8x16_t digits) { return D == Digits::LOOKED_UP ? vqtbl1q_u8(table, digits) : digits; };
-        prefetch_far(matrix.scale + place + AFTER * groups * P), prefetch_far(matrix.offset + place + AFTER * groups * P);
-        for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
-            prefetch_far(w + AFTER * bytes);
-            const uint8x16x4_t quads = load_quads(w);
-            for (int i = 0; i < 4; i++) put(FOUR ? number(vandq_u8(quads.val[i], vdupq_n_u8(15))) : quads.val[i]);
-            if (FOUR)
-                for (int i = 0; i < 4; i++) put(number(vshrq_n_u8(quads.val[i], 4)));
-        }
-    }
-}
 
 // sum + weights * the number LANE of x; FIRST: without the sum. In assembly, because compilers would first copy a number that is needed
 // twice to all lanes of a register, and run out of registers.
@@ -217,60 +199,17 @@ INLINE Lanes carry(const float16x8_t *sum, float scale, Lanes acc) {
     return acc;
 }
 
-const float MOST_SCALE = 0x1p15f, SHIFTED = 0x1p112f;  // MOST_SCALE: the largest scale of shifted sums
-
-// Converts the upper 4, if finite, to floats that are smaller by SHIFTED. Shifts have a higher throughput than conversions.
-INLINE float32x4_t shifted_high(float16x8_t sum) {
-    const uint32x4_t kept = vdupq_n_u32(0x8fffffff);  // a signed shift leaves three extra sign bits
-    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s32(vshll_high_n_s16(vreinterpretq_s16_f16(sum), 13)), kept));
-}
-
-// The same for an even number of sums, `stride` registers apart, if they are finite and their scales at most MOST_SCALE.
-INLINE Lanes carry_all(const float16x8_t *sums, int64_t stride, int64_t count, const float *scale, Lanes acc) {
-    for (int64_t i = 0; i < count; i += 2) {
-        const float32x2_t factors = vld1_f32(scale + i), shifted = vmul_n_f32(factors, SHIFTED);
-        unrolled<4>([&](auto part) {
-            const int next = part / 2, half = part % 2;
-            const float16x8_t sum = sums[(i + next) * stride + half];
-            Vector *to = acc.part + 2 * half;
-            to[0] = (Vector)vfmaq_lane_f32((float32x4_t)to[0], vcvt_f32_f16(vget_low_f16(sum)), factors, next);
-            to[1] = (Vector)vfmaq_lane_f32((float32x4_t)to[1], shifted_high(sum), shifted, next);
-        });
-    }
-    return acc;
-}
-
-// The same without scales.
-INLINE Lanes carry_finite(const float16x8_t *sums, int64_t stride, int64_t count, Lanes acc) {
-    for (int64_t i = 0; i < count; i++)
-        for (int half = 0; half < 2; half++) {
-            const float16x8_t sum = sums[i * stride + half];
-            Vector *to = acc.part + 2 * half;
-            to[0] += (Vector)vcvt_f32_f16(vget_low_f16(sum));
-            to[1] += (Vector)shifted_high(sum) * SHIFTED;
-        }
-    return acc;
-}
-
-struct HalfMath {
+struct HalfMath {  // weights are read in place
     static const int MOST = 8;
     const Matrix &matrix;
     const Rows &rows;
-    const float power = has_codes(matrix) ? half_power(matrix) : 1.0f;
     const int64_t span = span_of(matrix), spans = rows.stride / span;  // the number of spans is even, as K_PAD is two of them
-    const bool shifts = has_codes(matrix) && matrix.top * power <= MOST_HALF && largest_of(rows.scale, rows.rows * spans) <= MOST_SCALE;
 
-    // In place, or unpacked.
-    const float16_t *panel(int64_t index, void *memory) const {
-        if (matrix.kind == OCTAVO_F16) return (const float16_t *)matrix.data + index * rows.stride * P;
-        by_digits(matrix, [&](auto digits) { unpack_halves<digits>(matrix, rows.stride, index, power, (float16_t *)memory); });
-        return (const float16_t *)memory;
-    }
+    const float16_t *panel(int64_t index, void *) const { return (const float16_t *)matrix.data + index * rows.stride * P; }
     // float16 sums are added to floats after every span, but in batches of some spans, so that a row's floats stay in registers.
     template <int R> void block(int64_t row, const float16_t *w, Lanes *sums) const {
         const int64_t SOME = 24;
         const int S = R <= 3 ? 2 : 1;
-        const float factor = matrix.factor / power;
         const float16_t *x = (const float16_t *)rows.halves + row * rows.stride;
         const float *scale = rows.scale + row * spans;
         float16x8_t memory[1 + SOME][R][2], (*made)[R][2] = memory + 1;
@@ -283,10 +222,8 @@ struct HalfMath {
             for (int r = 0; r < R; r++) {
                 const float *its = scale + r * spans + begin;
                 Lanes acc = begin ? sums[r] : zeros();
-                if (shifts) acc = carry_all(made[0][r], 2 * R, count, its, acc);
-                else
-                    for (int64_t i = 0; i < count; i++) acc = carry(made[i][r], its[i], acc);
-                sums[r] = begin + count < spans ? acc : acc * factor;
+                for (int64_t i = 0; i < count; i++) acc = carry(made[i][r], its[i], acc);
+                sums[r] = begin + count < spans ? acc : acc * matrix.factor;
             }
         }
     }
@@ -294,17 +231,19 @@ struct HalfMath {
 
 // --- selection ---------------------------------------------------------------------------------------------------------
 
-template <class Dot> struct HalfChoice {
-    template <Digits D> using CodesMath = DotMath<D, Dot>;
-    using Others = FloatChoice<CodesMath>;
-
-    static Form form(const Matrix &matrix, int64_t rows) {
-        return matrix.kind == OCTAVO_F16 || (has_codes(matrix) && rows > FEW) ? Form::HALF : Others::form(matrix, rows);
+// Few, Many: how codes are multiplied, with the same results, for up to UNPACK_ABOVE rows and for more.
+template <template <Digits> class Few, template <Digits> class Many> struct HalfChoice {
+    static Form form(const Matrix &matrix, int64_t) {
+        return has_codes(matrix) ? Form::INT8 : matrix.kind == OCTAVO_F16 ? Form::HALF : Form::FLOAT;
     }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
-        if (rows.form == Form::HALF) run(HalfMath{matrix, rows});
-        else Others::choose(matrix, rows, run);
+        if (rows.form == Form::HALF) return run(HalfMath{matrix, rows});
+        if (rows.form == Form::FLOAT) return choose_float(matrix, rows, run);
+        by_digits(matrix, [&](auto digits) {
+            if (rows.rows > UNPACK_ABOVE) run(Many<digits>{matrix, rows});
+            else run(Few<digits>{matrix, rows});
+        });
     }
 };
 

@@ -1,7 +1,8 @@
 // The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers. octavo/kernels/cpu/library.py reads them from this file.
 //
 //     Matrix        the weights of one product, packed into panels of 16 output rows
-//     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer
+//     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer; DeltaNet: a recurrent
+//                   layer's replacement for attention
 //     Step          one step: the arrays of the batch and where results go
 //     Draws         rows of logits to sample from; Ranking: rows whose best tokens are requested
 //     Group         the ranks that share a model, processes of one host, and the memory through which they communicate
@@ -43,7 +44,6 @@ typedef struct {
     const uint16_t *scale;   // float16
     const uint16_t *offset;  // float16
     float factor;            // factor on all weights: (scale * code + offset) * factor; F16: number * factor
-    float top;               // upper bound of |scale * code + offset|; Q8 and Q4 only
     const float *bias;       // [n] or null
     const int32_t *order;    // [k] or null: the input column of each column of codes
     const uint8_t *table;    // [16] or null: the value of each code; Q4 only
@@ -70,6 +70,27 @@ typedef struct {
     Matrix shared_gate;                      // one row: its sigmoid is the weight of that MLP; n is 0: the weight is 1
 } Mixture;
 
+// Gated DeltaNet: each v head of a sequence has a state S [k_dim][v_dim] in place of a cache. The inputs q, k and v are those of the last
+// `conv_width` tokens, weighted and added channel by channel, through SiLU; q and k are normed to length 1, and q is divided by the root
+// of k_dim. Each k head belongs to v_heads / k_heads consecutive v heads. A token does, in each v head:
+//
+//     decay = exp(-exp(A) * softplus(a + dt_bias)),  beta = sigmoid(b)
+//     d = beta * (v - decay * (S^T k)),  S = decay * S + k d^T,  o = S^T q;  the result is norm(o) * silu(z)
+//
+// States are in slots, see Step. Slot 0 has zeros: sequences begin there. k_dim and v_dim are multiples of 16, and at most 256.
+typedef struct {
+    Matrix qkvz;                             // rows: q of all k heads, k of all k heads, v of all v heads, z of all v heads
+    Matrix gates;                            // rows: b of all v heads, a of all v heads
+    const float *conv;                       // [conv_width][channels], the last row for the current token; channels: the rows of q, k and v
+    const float *decay;                      // [v_heads]: -exp(A)
+    const float *dt_bias;                    // [v_heads]
+    Norm norm;                               // [v_dim], an RMS norm without bias
+    float *conv_state;                       // [slots][conv_width - 1][channels]: the last inputs of the convolution, the oldest first
+    float *recurrent_state;                  // [slots][v_heads][k_dim][v_dim]
+    int32_t k_heads, v_heads, k_dim, v_dim;
+    int32_t conv_width;                      // 2 to 8
+} DeltaNet;
+
 typedef struct {
     Norm attention_norm, mlp_norm;           // [hidden], of the input of a sub-layer
     Norm attention_after_norm, mlp_after_norm;  // [hidden], of the output of a sub-layer
@@ -77,11 +98,12 @@ typedef struct {
     const float *cos, *sin;                  // [max_len][rotary_dim / 2]
     const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head but has no value
     const float *alibi;                      // [heads] or null: slope * (position of the key - that of the query) is added to scores
-    Matrix qkv;                              // rows: all q heads, all k heads, all v heads
+    Matrix qkv;                              // rows: all q heads, all k heads, all v heads; with `output_gate`, a gate for each q head
     Matrix output;
     Matrix gate_up;                          // rows: 16 of gate and 16 of up alternate; without a gate: those of up
     Matrix down;
     const Mixture *mixture;                  // replaces gate_up and down; or null
+    const DeltaNet *delta_net;               // replaces attention: of what follows, only `activation`, `residual_scale` are read; or null
     void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]
     float *k_scale, *v_scale;                // int8 cache only: [blocks][block_size][kv_heads]
     int32_t heads, kv_heads, head_dim;
@@ -93,7 +115,8 @@ typedef struct {
     float attention_scale;
     float soft_cap;                          // scores become cap * tanh(score / cap); 0: no cap
     float residual_scale;                    // factor on the output of sub-layers
-    int32_t parallel;                        // attention and MLP read the same input, which is normed by `attention_norm`
+    int32_t parallel;                        // attention and MLP read the same input, which is normed by `attention_norm`; not with `delta_net`
+    int32_t output_gate;                     // the result of attention is multiplied by the sigmoid of the gates
 } Layer;
 
 // Functions that communicate with other ranks return 0, or the same code on all of them: 1 + rank if that rank did not arrive within
@@ -145,6 +168,11 @@ typedef struct {
     const SharedNode *shared_nodes;
     const int32_t *shared_rows;                        // of all nodes: rows of one token each
     const int64_t *sample_index;                       // [samples], into tokens
+    const int32_t *state_read;                         // [rows]: the state slot before a row's first token; these four are for `delta_net` alone
+    const int32_t *state_write;                        // [rows]: receives the state after its last token, and no row reads it; -1: not stored
+    const int32_t *first_checkpoint;                   // [rows + 1]: a row's first entry in `checkpoints`
+    const int32_t *checkpoints;                        // [checkpoints][2]: end, slot: receives the state before token `end` of the step. Ends
+                                                       // of a row are in order, and behind its first token
     const float *received;                             // [tokens][hidden] or null: the stream of the previous stage; null: ids are embedded
     float *passed;                                     // [tokens][hidden] or null: receives the stream, if another stage has the rest
     float *hidden;                                     // [tokens][hidden] after the final norm; unused, like all that follows, if `passed` is set
@@ -202,6 +230,8 @@ int octavo_mix(const Mixture *mixture, int activation, const float *x, float *y,
 int octavo_add_norm(float *stream, const float *x, const Norm *norm, float *y, int64_t rows, int64_t size);  // see Kernels.add_norm
 int octavo_write(const Model *model, int layer, const Step *step, float *qkv);                          // norms, rotates, stores
 int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);       // out: [tokens][heads * head_dim]
+// qkvz, gates: the products of these names; out: [tokens][v_heads * v_dim]
+int octavo_delta_net(const Model *model, int layer, const Step *step, const float *qkvz, const float *gates, float *out);
 
 int octavo_cap_logits(const Model *model, float *logits, int64_t count);                                // in place
 
@@ -210,7 +240,7 @@ int octavo_draw(const Draws *draws);
 int octavo_rank(const Ranking *ranking);
 void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // for tokens 0 to count - 1
 
-// Packing, once at load. Sources are row major; `data`, `scale`, `offset` and `top` of the matrix are written.
+// Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
 // F32, F16 and BF16: [...][k], divided by the factor; rows: [n], the source row of each row of the matrix, -1 for zeros; null: the same
 void octavo_pack_float(Matrix *matrix, const float *weights, const int64_t *rows);
 // Q8 and Q4: [...][k], [...][k / group]; rows: likewise
@@ -226,7 +256,7 @@ void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16
 
-void octavo_struct_sizes(int64_t *sizes);    // [9]: bytes of Matrix, Norm, Mixture, Layer, Group, Model, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [10]: bytes of Matrix, Norm, Mixture, DeltaNet, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

@@ -79,25 +79,6 @@ static void pack_row(Matrix &matrix, const uint8_t *row, int64_t panel, int64_t 
     }
 }
 
-// Returns an upper bound of |scale * code + offset| in a panel.
-static float panel_top(const Matrix &matrix, int64_t panel) {
-    const int64_t count = padded(matrix) / matrix.group * P;
-    const uint16_t *scale = matrix.scale + panel * count, *offset = matrix.offset + panel * count;
-    float least = 0, most = matrix.kind == OCTAVO_Q4 ? 15 : 255;
-    if (matrix.table) {
-        least = *std::min_element(matrix.table, matrix.table + 16);
-        most = *std::max_element(matrix.table, matrix.table + 16);
-    }
-    int32_t top = 0;  // as bits: nonnegative floats have the same order as their bits, and compilers vectorise this
-    for (int64_t i = 0; i < count; i++) {
-        const float step = f16_to_float(scale[i]), base = f16_to_float(offset[i]);
-        const int32_t low = int32_t(float_to_bits(std::abs(step * least + base))), high = int32_t(float_to_bits(std::abs(step * most + base)));
-        const int32_t larger = low > high ? low : high;
-        top = larger > top ? larger : top;
-    }
-    return bits_to_float(uint32_t(top));
-}
-
 static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows, int64_t panel) {
     const int64_t groups = padded(matrix) / matrix.group, own = (matrix.k + matrix.group - 1) / matrix.group;
     for (int64_t lane = 0; lane < P; lane++) {
@@ -292,14 +273,9 @@ void octavo_pack_float(Matrix *matrix, const float *weights, const int64_t *rows
 
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows) {
     Turn turn;
-    matrix->top = largest_of([&](int thread) {
-        float top = 0;
+    together([&](int thread) {
         Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) {
-            pack_codes(*matrix, codes, scale, offset, rows, panel);
-            top = std::max(top, panel_top(*matrix, panel));
-        }
-        return top;
+        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_codes(*matrix, codes, scale, offset, rows, panel);
     });
 }
 
@@ -343,16 +319,12 @@ float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
 void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows) {
     Turn turn;
     const Blocks blocks{tensors, sizes, kinds};
-    matrix->top = largest_of([&](int thread) {
-        float top = 0;
+    together([&](int thread) {
         std::vector<uint8_t> codes(size_t(matrix->k));
         std::vector<float> scale(size_t(matrix->k / 16)), offset(size_t(matrix->k / 16));
         Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) {
+        for (int64_t panel = mine.begin; panel < mine.end; panel++)
             pack_blocks(*matrix, blocks, rows, panel, Unpacked{codes.data(), scale.data(), offset.data()});
-            top = std::max(top, panel_top(*matrix, panel));
-        }
-        return top;
     });
 }
 

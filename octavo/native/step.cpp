@@ -2,8 +2,8 @@
 //
 //     embed -> [ norm -> qkv -> write k, v -> attend -> output -> norm -> gate, up -> down ] x layers -> norm -> logits -> argmax
 //
-// A layer may have a norm after a sub-layer, too, or only there, and an MoE in place of gate, up and down. In a parallel layer attention
-// and MLP read the same normed input, and both results are added.
+// A layer may have a norm after a sub-layer, too, or only there, an MoE in place of gate, up and down, and Gated DeltaNet in place of
+// attention. In a parallel layer attention and MLP read the same normed input, and both results are added.
 //
 // Work is divided into pieces that threads take dynamically: tokens, panels of weights, attention tasks. A core that
 // is slower than the others, or busy, takes fewer. The result of a piece does not depend on the thread that computes it.
@@ -12,17 +12,19 @@
 // their partial results, and after the embedding if each has only some rows. A stage of a pipeline starts with the stream of the
 // previous stage, or ends with the stream for the next one.
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "attend.h"
+#include "delta_net.h"
 #include "mixture.h"
 #include "scalar.h"
 
 namespace octavo {
 
 static RowBuffer normed_, made_;  // results of norms; results of attention and gates
-static RowBuffer beside_;         // results of norms for the MLP of a parallel layer
-static Buffer stream_, qkv_, attended_, gated_, added_, parallel_;
+static RowBuffer beside_;         // results of norms for a second product: the MLP of a parallel layer, the gates of Gated DeltaNet
+static Buffer stream_, qkv_, gates_, attended_, gated_, added_, parallel_;
 static std::vector<Buffer> scratch_;
 
 // Private buffers of a thread in a small batch: the stream, a row of a sub-layer's output, and prepared rows.
@@ -118,30 +120,38 @@ void cap_all(const Model &model, float *logits, int64_t count) {
 // Layers may differ, so buffers get the largest size before threads start: they must not grow while they are in use, nor on another
 // thread.
 struct StepBuffers {
-    float *stream, *added, *qkv, *attended, *gated;
+    float *stream, *added, *attended, *gated;
+    float *qkv;                 // or the results of `qkvz`
+    float *gates = nullptr;     // results of `gates` of Gated DeltaNet
     float *parallel = nullptr;  // [tokens][hidden], results of the MLP of parallel layers
 
     StepBuffers(const Model &model, const Step &step) {
         const int64_t tokens = step.num_tokens;
-        int64_t widest = 1, queries = 1, inner = 1;
+        int64_t widest = 1, queries = 1, inner = 1, gated_heads = 0;
         make_scratch(pool().threads());
         for (const Layer *layer = model.layers; layer < model.layers + model.num_layers; layer++) {
-            widest = std::max<int64_t>(widest, (layer->heads + 2 * layer->kv_heads) * layer->head_dim);
-            queries = std::max<int64_t>(queries, layer->heads * layer->head_dim);
-            reserve_rows(layer->qkv, layer->output, tokens);
+            const Matrix &first = layer->delta_net ? layer->delta_net->qkvz : layer->qkv;
+            widest = std::max<int64_t>(widest, first.n);
+            queries = std::max<int64_t>(queries, layer->output.k);
+            reserve_rows(first, layer->output, tokens);
             if (layer->mixture) reserve_mixture(*layer->mixture, tokens);
             else {
                 inner = std::max(inner, layer->down.k);
                 reserve_rows(layer->gate_up, layer->down, tokens);
             }
             if (layer->parallel) {
-                beside_.get(layer->gate_up, tokens, tokens), parallel = parallel_.get<float>(tokens * model.hidden);
-                if (tokens <= TOKENS) own_[0].beside.get(layer->gate_up, tokens, tokens);
+                parallel = parallel_.get<float>(tokens * model.hidden);
+                reserve_beside(layer->gate_up, tokens);
+            }
+            if (layer->delta_net) {
+                gated_heads = std::max<int64_t>(gated_heads, layer->delta_net->gates.n);
+                reserve_beside(layer->delta_net->gates, tokens);
             }
         }
         if (step.num_samples && !step.passed) normed_.get(model.head, step.num_samples, tokens);
         stream = stream_.get<float>(tokens * model.hidden), added = added_.get<float>(tokens * model.hidden);
         qkv = qkv_.get<float>(tokens * widest), attended = attended_.get<float>(tokens * queries), gated = gated_.get<float>(tokens * inner);
+        if (gated_heads) gates = gates_.get<float>(tokens * gated_heads);
         if (tokens > TOKENS) return;
         own_[0].stream.get<float>(tokens * model.hidden), own_[0].row.get<float>(model.hidden);
         for (Own &own : own_) own.match(own_[0]);
@@ -152,6 +162,10 @@ private:
     static void reserve_rows(const Matrix &first, const Matrix &last, int64_t tokens) {
         normed_.get(first, tokens, tokens), made_.get(last, tokens, tokens);
         if (tokens <= TOKENS) own_[0].normed.get(first, tokens, tokens), own_[0].made.get(last, tokens, tokens);
+    }
+    static void reserve_beside(const Matrix &matrix, int64_t tokens) {
+        beside_.get(matrix, tokens, tokens);
+        if (tokens <= TOKENS) own_[0].beside.get(matrix, tokens, tokens);
     }
 };
 
@@ -235,7 +249,8 @@ struct Walk {
         if (layer.parallel) {
             both_tokens(index);
         } else {
-            attend_tokens(index, norm_rows(layer.attention_norm, layer.qkv));
+            if (layer.delta_net) recur_tokens(layer);
+            else attend_tokens(index, norm_rows(layer.attention_norm, layer.qkv));
             if (!peers.sum(at.added, tokens * size, me)) return false;
             stream.give(layer.attention_after_norm, layer.residual_scale);
             if (layer.mixture) mix_tokens(layer);
@@ -275,17 +290,23 @@ private:
         return rows;
     }
 
+    // The rows of two products of the same normed input.
+    std::pair<Rows, Rows> norm_rows(const Norm &norm, const Matrix &matrix, const Matrix &other) {
+        const Rows rows = (few ? own.normed : normed_).get(matrix, tokens, tokens);
+        const Rows beside = (few ? own.beside : beside_).get(other, tokens, tokens);
+        float *row = static_cast<float *>(scratch(me.thread));
+        all_tokens([&](int64_t token) {
+            stream.norm(token, norm, row);
+            kernels().prepare(matrix, row, rows, token);
+            kernels().prepare(other, row, beside, token);
+        });
+        return {rows, beside};
+    }
+
     // Attention and MLP of a parallel layer. Their sum is the pending output; of ranks, the sum of both partial results.
     void both_tokens(int64_t index) {
         const Layer &layer = model.layers[index];
-        const Rows rows = (few ? own.normed : normed_).get(layer.qkv, tokens, tokens);
-        const Rows beside = (few ? own.beside : beside_).get(layer.gate_up, tokens, tokens);
-        float *row = static_cast<float *>(scratch(me.thread));
-        all_tokens([&](int64_t token) {
-            stream.norm(token, layer.attention_norm, row);
-            kernels().prepare(layer.qkv, row, rows, token);
-            kernels().prepare(layer.gate_up, row, beside, token);
-        });
+        const auto [rows, beside] = norm_rows(layer.attention_norm, layer.qkv, layer.gate_up);
         attend_tokens(index, rows);
         gate_tokens(layer, beside, at.parallel);
         each_token([&](int64_t token) {
@@ -300,6 +321,16 @@ private:
         const Rows rows = made_.get(layer.output, tokens, tokens);
         const Target made = target_of(layer.output, rows, at.attended);
         attend(model, layer, step, tasks.of(index), at.qkv, made, partials, me);
+        multiply(layer.output, ready(layer.output, made, rows), at.added, size, me);
+    }
+
+    void recur_tokens(const Layer &layer) {
+        const DeltaNet &net = *layer.delta_net;
+        const auto [normed, beside] = norm_rows(layer.attention_norm, net.qkvz, net.gates);
+        const Projected qkvz = project(net, normed, at.qkv, beside, at.gates, me);
+        const Rows rows = made_.get(layer.output, tokens, tokens);
+        const Target made = target_of(layer.output, rows, at.attended);
+        recur(net, step, qkvz, at.gates, made, me);
         multiply(layer.output, ready(layer.output, made, rows), at.added, size, me);
     }
 

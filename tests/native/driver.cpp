@@ -111,18 +111,37 @@ struct Packed {
     }
 };
 
+using Rows = std::vector<float>;
+
+Expected bits(const std::string &result, const std::string &form, const Rows &rows) {
+    const char *begin = reinterpret_cast<const char *>(rows.data());
+    return {result, form, "exact", "any", 0, {"f4", {int64_t(rows.size())}, {begin, begin + rows.size() * sizeof(float)}}};
+}
+
+// Compares the tokens of a step with the same tokens alone, bit for bit.
+void judge_alone(const Case &one, const std::string &title, const std::string &result, const Rows &alone, const Results &results) {
+    judge({one.kernel, one.title, {}, {}, {bits(result, "alone", alone)}}, title + ", each alone", results);
+}
+
+void multiply(const Case &one, const Matrix &matrix, const float *x, float *y, int64_t rows) {
+    if (one.number("gate")) octavo_gate_up(&matrix, one.number("activation"), x, y, rows, rows);
+    else octavo_matmul(&matrix, x, y, rows, rows);
+}
+
 void run_product(Case &one) {
     Packed packed(one, "");
     Array &counts = one.must("counts"), &x = one.must("x");
-    bool gate = one.number("gate");
+    const int64_t k = packed.matrix.k, n = one.number("gate") && one.number("activation") != OCTAVO_GELU ? packed.matrix.n / 2 : packed.matrix.n;
+    Rows alone(size_t(x.shape[0] * n));
+    for (int64_t row = 0; row < x.shape[0]; row++) multiply(one, packed.matrix, x.as<float>() + row * k, alone.data() + row * n, 1);
     for (int64_t i = 0; i < counts.count(); i += threads_ == 1 ? 1 : std::max<int64_t>(1, counts.count() - 1)) {  // threads share panels, whatever the rows
-        int64_t rows = counts.as<int64_t>()[i], n = gate && one.number("activation") != OCTAVO_GELU ? packed.matrix.n / 2 : packed.matrix.n;
-        std::vector<float> some(x.as<float>(), x.as<float>() + rows * packed.matrix.k);  // so that reading past it shows
+        int64_t rows = counts.as<int64_t>()[i];
+        Rows some(x.as<float>(), x.as<float>() + rows * k);  // so that reading past it shows
         Results results{{"y", Result(size_t(rows * n) * sizeof(float))}};
-        float *y = results.at("y").as<float>();
-        if (gate) octavo_gate_up(&packed.matrix, one.number("activation"), some.data(), y, rows, rows);
-        else octavo_matmul(&packed.matrix, some.data(), y, rows, rows);
-        judge(one, one.title + ", " + std::to_string(rows) + " rows", results);
+        multiply(one, packed.matrix, some.data(), results.at("y").as<float>(), rows);
+        const std::string title = one.title + ", " + std::to_string(rows) + " rows";
+        judge(one, title, results);
+        judge_alone(one, title, "y", alone, results);
     }
 }
 
@@ -160,13 +179,88 @@ void run_mixture(Case &one) {
     Experts experts(one, "");
     Array &counts = one.must("counts"), &x = one.must("x");
     const int64_t hidden = experts.mixture.router.k;
+    auto mix = [&](const float *from, float *to, int64_t tokens) { octavo_mix(&experts.mixture, one.number("activation"), from, to, tokens); };
+    Rows alone(size_t(x.count()));
+    for (int64_t at = 0; at < x.count(); at += hidden) mix(x.as<float>() + at, alone.data() + at, 1);
     for (int64_t i = 0; i < counts.count(); i++) {
         int64_t tokens = counts.as<int64_t>()[i];
-        std::vector<float> some(x.as<float>(), x.as<float>() + tokens * hidden);
+        Rows some(x.as<float>(), x.as<float>() + tokens * hidden);
         Results results{{"y", Result(size_t(tokens * hidden) * sizeof(float))}};
-        octavo_mix(&experts.mixture, one.number("activation"), some.data(), results.at("y").as<float>(), tokens);
-        judge(one, one.title + ", " + std::to_string(tokens) + " tokens", results);
+        mix(some.data(), results.at("y").as<float>(), tokens);
+        const std::string title = one.title + ", " + std::to_string(tokens) + " tokens";
+        judge(one, title, results);
+        judge_alone(one, title, "y", alone, results);
     }
+}
+
+// Gated DeltaNet. Its states are written, and those of a single layer are results.
+struct Recurrence {
+    DeltaNet net{};
+    std::vector<Packed> packed;
+    Result conv, recurrent;
+
+    Recurrence(Case &one, const std::string &prefix) : conv(one.must(prefix + "conv_state")), recurrent(one.must(prefix + "recurrent_state")) {
+        net.k_heads = one.number(prefix + "k_heads"), net.v_heads = one.number(prefix + "v_heads");
+        net.k_dim = one.number(prefix + "k_dim"), net.v_dim = one.number(prefix + "v_dim"), net.conv_width = one.number(prefix + "conv_width");
+        net.conv = one.must(prefix + "conv").as<float>(), net.decay = one.must(prefix + "decay").as<float>();
+        net.dt_bias = one.must(prefix + "dt_bias").as<float>(), net.norm = norm_of(one, prefix + "norm");
+        net.qkvz.n = 2 * net.k_heads * net.k_dim + 2 * net.v_heads * net.v_dim, net.gates.n = 2 * net.v_heads;
+        net.conv_state = conv.as<float>(), net.recurrent_state = recurrent.as<float>();
+        if (one.real(prefix + "qkvz.n") == 0) return;  // the products are given
+        packed.reserve(2);
+        packed.emplace_back(one, prefix + "qkvz."), packed.emplace_back(one, prefix + "gates.");
+        net.qkvz = packed[0].matrix, net.gates = packed[1].matrix;
+    }
+};
+
+void read_states(Case &one, Step &step) {
+    step.state_read = one.get<int32_t>("state_read"), step.state_write = one.get<int32_t>("state_write");
+    step.first_checkpoint = one.get<int32_t>("first_checkpoint"), step.checkpoints = one.get<int32_t>("checkpoints");
+}
+
+// The results of each token in a step of its own, by way of two more slots at the end.
+Rows recur_alone(const Recurrence &from, const Step &whole, const float *qkvz, const float *gates) {
+    const DeltaNet &net = from.net;
+    const size_t v_size = size_t(net.v_heads) * size_t(net.v_dim), inputs = size_t(net.qkvz.n) - v_size, head = size_t(net.k_dim) * v_size;
+    Rows conv(net.conv_state, net.conv_state + from.conv.size / sizeof(float)), states(net.recurrent_state, net.recurrent_state + from.recurrent.size / sizeof(float));
+    const int32_t slots = int32_t(states.size() / head), start[2] = {0, 1}, none[2] = {0, 0};
+    conv.resize(conv.size() + 2 * size_t(net.conv_width - 1) * inputs), states.resize(states.size() + 2 * head);
+    DeltaNet one = net;
+    one.conv_state = conv.data(), one.recurrent_state = states.data();
+    Layer layer{};
+    layer.delta_net = &one;
+    Model model{};
+    model.num_layers = 1, model.layers = &layer;
+    Rows out(size_t(whole.query_start[whole.num_rows]) * v_size);
+    for (int64_t row = 0; row < whole.num_rows; row++) {
+        int32_t read = whole.state_read[row], write = slots;
+        for (int64_t token = whole.query_start[row]; token < whole.query_start[row + 1]; token++, read = write, write = slots + (write == slots)) {
+            Step step{};
+            step.num_tokens = step.num_rows = 1, step.query_start = start;
+            step.state_read = &read, step.state_write = &write, step.first_checkpoint = none, step.checkpoints = none;
+            octavo_delta_net(&model, 0, &step, qkvz + token * net.qkvz.n, gates + token * net.gates.n, out.data() + size_t(token) * v_size);
+        }
+    }
+    return out;
+}
+
+void run_delta_net(Case &one) {
+    Recurrence recurrence(one, "");
+    Layer layer{};
+    layer.delta_net = &recurrence.net;
+    Model model{};
+    model.num_layers = 1, model.layers = &layer;
+    Step step{};
+    read_states(one, step);
+    step.query_start = one.must("query_start").as<int32_t>(), step.num_rows = int32_t(one.must("query_start").count()) - 1;
+    step.num_tokens = step.query_start[step.num_rows];
+    const float *qkvz = one.must("qkvz").as<float>(), *gates = one.must("gates").as<float>();
+    const Rows alone = recur_alone(recurrence, step, qkvz, gates);
+    Results results{{"out", Result(size_t(step.num_tokens) * size_t(recurrence.net.v_heads * recurrence.net.v_dim) * sizeof(float))}};
+    octavo_delta_net(&model, 0, &step, qkvz, gates, results.at("out").as<float>());
+    results.emplace("conv_state", recurrence.conv), results.emplace("recurrent_state", recurrence.recurrent);
+    judge(one, one.title, results);
+    judge_alone(one, one.title, "out", alone, results);
 }
 
 // A model with the layers of a case, over caches that may be written. Attention alone has no weights.
@@ -176,6 +270,7 @@ struct Decoder {
     std::vector<Layer> layers;
     std::vector<Packed> packed;
     std::vector<std::unique_ptr<Experts>> experts;
+    std::vector<std::unique_ptr<Recurrence>> recurrences;
     Results caches;
 
     explicit Decoder(Case &one) {
@@ -192,6 +287,7 @@ struct Decoder {
         step.query_start = one.must("query_start").as<int32_t>(), step.context_len = one.must("context_len").as<int32_t>();
         step.tables = one.must("tables").as<int32_t>(), step.shared_start = one.get<int32_t>("shared_start");
         step.shared_nodes = reinterpret_cast<const SharedNode *>(one.get<int32_t>("shared_nodes")), step.shared_rows = one.get<int32_t>("shared_rows");
+        read_states(one, step);
         step.token_ids = one.get<int64_t>("token_ids"), step.sample_index = one.get<int64_t>("sample_index");
         step.num_tokens = int32_t(one.must("positions").count()), step.num_rows = int32_t(one.must("context_len").count());
         step.table_width = int32_t(one.must("tables").shape[1]);
@@ -219,11 +315,18 @@ private:
         made.window = one.number(prefix + "window"), made.rotary_dim = int32_t(one.real(prefix + "rotary_dim", made.head_dim));
         made.cos = one.get<float>(prefix + "cos"), made.sin = one.get<float>(prefix + "sin"), made.sinks = one.get<float>(prefix + "sinks");
         made.alibi = one.get<float>(prefix + "alibi"), made.parallel = one.number("parallel");
+        made.output_gate = one.number(prefix + "output_gate");
         made.whole_norm = one.number(prefix + "whole_norm"), made.soft_cap = float(one.real(prefix + "soft_cap"));
         made.residual_scale = float(one.real("residual_scale", 1)), made.activation = one.number("activation");
         made.attention_after_norm = norm_of(one, prefix + "attention_after_norm"), made.mlp_after_norm = norm_of(one, prefix + "mlp_after_norm");
-        if (one.real(prefix + "qkv.n") == 0) return made;
-        made.qkv = weights(one, prefix + "qkv."), made.output = weights(one, prefix + "output.");
+        if (one.real(prefix + "output.n") == 0) return made;
+        made.output = weights(one, prefix + "output.");
+        if (one.real(prefix + "delta_net.k_heads") > 0) {
+            recurrences.push_back(std::make_unique<Recurrence>(one, prefix + "delta_net."));
+            made.delta_net = &recurrences.back()->net;
+        } else {
+            made.qkv = weights(one, prefix + "qkv.");
+        }
         if (one.real(prefix + "mixture.count") > 0) {
             experts.push_back(std::make_unique<Experts>(one, prefix + "mixture."));
             made.mixture = &experts.back()->mixture;
@@ -242,14 +345,31 @@ void run_write(Case &one) {
     judge(one, one.title, decoder.caches);
 }
 
-void run_attend(Case &one) {
-    Decoder decoder(one);
-    Results results{{"out", Result(size_t(decoder.step.num_tokens * decoder.layers[0].heads * decoder.layers[0].head_dim) * sizeof(float))}};
-    octavo_attend(&decoder.model, 0, &decoder.step, one.must("qkv").as<float>(), results.at("out").as<float>());
-    judge(one, one.title, results);
+// The attention of a token in a step of its own, over the same caches.
+void attend_alone(const Decoder &decoder, int64_t row, int64_t token, const float *qkv, float *out) {
+    int32_t start[2] = {0, 1}, length = decoder.step.cache_index[token] + 1;
+    Step step{};
+    step.num_tokens = step.num_rows = 1, step.table_width = decoder.step.table_width;
+    step.cache_index = decoder.step.cache_index + token, step.query_start = start, step.context_len = &length;
+    step.tables = decoder.step.tables + row * step.table_width;
+    octavo_attend(&decoder.model, 0, &step, qkv, out);
 }
 
-using Rows = std::vector<float>;
+void run_attend(Case &one) {
+    Decoder decoder(one);
+    const Step &step = decoder.step;
+    const Layer &layer = decoder.layers[0];
+    const int64_t width = layer.heads * layer.head_dim, read = one.must("qkv").count() / step.num_tokens;
+    const float *qkv = one.must("qkv").as<float>();
+    Results results{{"out", Result(size_t(step.num_tokens * width) * sizeof(float))}};
+    octavo_attend(&decoder.model, 0, &step, qkv, results.at("out").as<float>());
+    judge(one, one.title, results);
+    Rows alone(size_t(step.num_tokens * width));
+    for (int64_t row = 0; row < step.num_rows; row++)
+        for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token++)
+            attend_alone(decoder, row, token, qkv + token * read, alone.data() + token * width);
+    judge_alone(one, one.title, "out", alone, results);
+}
 
 Rows product(const Matrix &matrix, const Rows &x, int64_t tokens) {
     Rows y(x.size() / size_t(matrix.k) * size_t(matrix.n));
@@ -270,9 +390,15 @@ struct Parts {
         for (int i = 0; i < model.num_layers; i++) {
             const Layer &layer = model.layers[i];
             add(layer.attention_norm);
-            Rows qkv = product(layer.qkv, normed, tokens), attended(size_t(tokens * layer.heads * layer.head_dim));
-            octavo_write(&model, i, &decoder.step, qkv.data());
-            octavo_attend(&model, i, &decoder.step, qkv.data(), attended.data());
+            Rows attended(size_t(tokens * layer.output.k));
+            if (layer.delta_net) {
+                const Rows qkvz = product(layer.delta_net->qkvz, normed, tokens), gates = product(layer.delta_net->gates, normed, tokens);
+                octavo_delta_net(&model, i, &decoder.step, qkvz.data(), gates.data(), attended.data());
+            } else {
+                Rows qkv = product(layer.qkv, normed, tokens);
+                octavo_write(&model, i, &decoder.step, qkv.data());
+                octavo_attend(&model, i, &decoder.step, qkv.data(), attended.data());
+            }
             Rows beside = product(layer.output, attended, tokens);
             if (layer.parallel) {
                 const Rows made = mlp(layer);
@@ -314,11 +440,6 @@ private:
     }
 };
 
-Expected bits(const std::string &result, const Rows &rows) {
-    const char *begin = reinterpret_cast<const char *>(rows.data());
-    return {result, "parts", "exact", "any", 0, {"f4", {int64_t(rows.size())}, {begin, begin + rows.size() * sizeof(float)}}};
-}
-
 void run_step(Case &one) {
     Decoder decoder(one);
     size_t tokens = size_t(decoder.step.num_tokens), samples = size_t(decoder.step.num_samples);
@@ -333,7 +454,7 @@ void run_step(Case &one) {
         if (!one.find("embedded")) return;
     }
     Parts parts(one);
-    Case by_parts{one.kernel, one.title, {}, {}, {bits("hidden", parts.hidden), bits("logits", parts.logits)}};
+    Case by_parts{one.kernel, one.title, {}, {}, {bits("hidden", "parts", parts.hidden), bits("logits", "parts", parts.logits)}};
     judge(by_parts, one.title + ", by its parts", results);
 }
 
@@ -366,6 +487,7 @@ void run_noise(Case &one) {
 }
 
 const std::map<std::string, void (*)(Case &)> KERNELS = {
+    {"delta_net", run_delta_net},
     {"product", run_product}, {"gate_up", run_product}, {"mixture", run_mixture}, {"norm", run_norm}, {"write", run_write}, {"attend", run_attend},
     {"step", run_step},       {"argmax", run_step},     {"draw", run_draw},       {"rank", run_rank}, {"noise", run_noise}};
 

@@ -20,16 +20,12 @@ from octavo.kernels.reference.attention import from_codes, to_codes
 from tests.support.native import error, levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, tree_of_rows, written_twin
 from tests.support.native_weights import NormWeights
+from tests.support.soaked import pairs
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
-# Each level with half of the cache types, and each cache type on half of the levels; the highest level with float32 and float16. The
-# other pairs run in `make soak`.
-PAIRS = [
-    pytest.param(level, cache, marks=[] if (row + column) % 2 == 0 else pytest.mark.soak)
-    for row, level in enumerate(LEVELS, len(LEVELS) % 2 + 1)
-    for column, cache in enumerate(CACHES)
-]
+# With every change: each level and each cache type, and the highest level with floats of both sizes.
+PAIRS = pairs(LEVELS, list(CACHES), also=[(LEVELS[-1], "f32"), (LEVELS[-1], "bf16")], shift=2)
 
 
 def check(case: AttentionCase, library: NativeLibrary) -> None:
@@ -37,7 +33,7 @@ def check(case: AttentionCase, library: NativeLibrary) -> None:
     qkv, out, *caches = case.run(library)
     twin = written_twin(case)
     assert error(qkv, twin) < 1e-6
-    for cache, old, new in zip(caches, before, (qkv[:, case.heads : -case.kv_heads], qkv[:, -case.kv_heads :])):
+    for cache, old, new in zip(caches, before, case.new_kv(qkv)):
         expected = old.numbers()
         # The kernel's own k and v are stored, so that only storing is looked at here: it must be exact.
         expected.reshape(-1, *new.shape[1:])[case.new_slots] = Cache.holding(np.ascontiguousarray(new), case.cache_kind).numbers()
@@ -62,8 +58,7 @@ def test_every_block_size_head_size_and_group_of_heads(level: str, cache: str) -
                     check(replace(base, heads=group * kv_heads, kv_heads=kv_heads, qk_norm=kv_heads == 1, seed=group), library)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
     for threads in (1, 2):
         with running(level, threads) as library:
@@ -71,8 +66,7 @@ def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
                 check(AttentionCase(rows=MIXED, cache_kind=CACHES[cache], window=window, seed=window), library)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_scores_fall_with_the_distance_of_a_key(level: str, cache: str) -> None:
     """In whole tasks, of few queries and of many, over shared keys, and where parts of a context are merged; with windows too."""
     with running(level, 3) as library:
@@ -101,8 +95,20 @@ def test_heads_are_rotated_in_part_or_not_at_all_and_normed_one_by_one_or_as_one
                 check(AttentionCase(rows=MIXED, head_dim=dim, rotary_dim=rotary, qk_norm=True, whole_norm=whole, cache_kind=F32), library)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
+def test_the_result_is_multiplied_by_the_sigmoid_of_its_gate(level: str, cache: str) -> None:
+    """In whole tasks, of few queries and of many, over shared keys, and where parts of a context are merged."""
+    base = AttentionCase(rows=MIXED, cache_kind=CACHES[cache], output_gate=True)
+    rows, shared = TOGETHER
+    cases = [replace(base, head_dim=dim, rotary_dim=dim // 4, qk_norm=True, heads=heads) for dim, heads in ((48, 2), (80, 6), (256, 4))]
+    cases += [replace(base, rows=((1299, 1), (700, 1)), heads=6, kv_heads=1), replace(base, rows=((900, 33),), window=100)]
+    cases += [replace(base, rows=rows, shared=shared, heads=6), replace(base, whole_norm=True, qk_norm=True, soft_cap=2.0, sinks=True)]
+    with running(level, 3) as library:
+        for case in cases:
+            check(case, library)
+
+
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_what_lies_behind_a_window_is_not_read(level: str, cache: str) -> None:
     """The null block stands in the table there, as where blocks were given back: its keys are NaN here."""
     for rows in (((1299, 1), (700, 1)), ((900, 33),), MIXED):
@@ -114,8 +120,7 @@ def test_what_lies_behind_a_window_is_not_read(level: str, cache: str) -> None:
             assert np.isfinite(whole).all() and np.array_equal(case.run(library, before)[1], whole)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str) -> None:
     """Few tasks and long contexts: parts, also such that the last parts are short, empty, or wholly behind the window."""
     for threads in (1, 3):
@@ -171,6 +176,7 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         soft_cap=draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
         sinks=draw(st.booleans()),
         alibi=draw(st.booleans()),
+        output_gate=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -196,8 +202,7 @@ def test_scores_of_any_size_are_weighed(level: str) -> None:
                     assert error(out, good) < 5e-3
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_values_of_any_size_are_summed(level: str, cache: str) -> None:
     """Up to those of which a few pass the end of float16 together, as many and as few queries read them."""
     with running(level) as library:
@@ -207,8 +212,7 @@ def test_values_of_any_size_are_summed(level: str, cache: str) -> None:
             check(case, library)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), PAIRS)
 def test_what_is_not_finite_is_stored_and_read_as_such(level: str, cache: str) -> None:
     case = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
     case.projected[40, case.heads] = np.nan  # a key of the third row
@@ -232,7 +236,7 @@ def test_codes_and_scales_have_the_bits_of_the_torch_twins(level: str, dim: int)
     halves[:, 0] = 127 * (1 + np.arange(len(halves)))
     with running(level) as library:
         qkv, _, *caches = case.run(library)
-    for cache, new in zip(caches, (qkv[:, case.heads : -case.kv_heads], qkv[:, -case.kv_heads :])):
+    for cache, new in zip(caches, case.new_kv(qkv)):
         codes, scale = to_codes(torch.from_numpy(new))
         assert cache.scale is not None
         assert np.array_equal(cache.values.reshape(-1, *new.shape[1:])[case.new_slots], codes.numpy())

@@ -1,7 +1,4 @@
-"""The numbers of a token have the same bits alone and in any step: in products, mixtures of experts and attention.
-
-Levels that are not listed in INVARIANT do not promise this yet.
-"""
+"""The numbers of a token have the same bits alone and in any step: in products, mixtures of experts and attention, on every level."""
 
 import ctypes
 from dataclasses import replace
@@ -17,9 +14,9 @@ from octavo.step.shared_keys import ReadCost
 from tests.support.native import levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, tree_of_rows
 from tests.support.native_mixture import Choice, MixtureWeights
-from tests.support.native_weights import INVARIANT, make_weights
+from tests.support.native_weights import make_weights
 
-LEVELS = [level for level in levels_here() if level in INVARIANT]
+LEVELS = levels_here()
 KINDS = [(F32, 0), (BF16, 0), (F16, 0), (Q8, 16), (Q8, 64), (Q4, 32), (Q4, 128)]
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 ALONE = ReadCost(node=10**9, row=0)  # no keys are shared
@@ -86,12 +83,13 @@ def check(case: AttentionCase, level: str, some: int = 1) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_attention_of_a_token_does_not_depend_on_the_step(level: str, cache: str) -> None:
-    """Chunks, single tokens and shared beginnings; pieces on several threads; windows, caps, sinks and ALiBi."""
+    """Chunks, single tokens and shared beginnings; pieces on several threads; windows, caps, sinks, ALiBi and gates."""
     kind = CACHES[cache]
     check(AttentionCase(rows=MIXED, cache_kind=kind, heads=6), level)
     check(AttentionCase(rows=((0, 70), (250, 20), (700, 1)), cache_kind=kind, head_dim=48, window=100, sinks=True), level)
     check(AttentionCase(rows=((1000, 40), (2040, 1)), heads=2, kv_heads=1, cache_kind=kind, soft_cap=2.0), level)
     check(AttentionCase(rows=((900, 33), (511, 1), (512, 1)), heads=3, kv_heads=1, cache_kind=kind, alibi=True, rotary_dim=0), level)
+    check(AttentionCase(rows=((900, 33), (511, 1), (0, 3)), heads=6, head_dim=64, cache_kind=kind, rotary_dim=16, output_gate=True), level)
     for window in (0, 250):
         for rows, shared in (TOGETHER, MANY_TOGETHER):
             check(AttentionCase(rows=rows, heads=6, cache_kind=kind, window=window, shared=shared), level, some=5)

@@ -40,7 +40,7 @@ def by_codes(parts: list[Blocks], rows: np.ndarray | None, bias: np.ndarray | No
 def assert_same(parts: list[Blocks], rows: np.ndarray | None = None, bias: np.ndarray | None = None) -> None:
     factor = max(factor_for(part.name, largest_of_blocks(part.raw, part.kind, library())) for part in parts)
     found, expected = pack_blocks(library(), parts, factor, bias, rows), by_codes(parts, rows, bias)
-    for field in ("kind", "group", "n", "k", "factor", "top"):
+    for field in ("kind", "group", "n", "k", "factor"):
         assert getattr(found.struct, field) == getattr(expected.struct, field), field
     for ours, theirs in zip(found.arrays, expected.arrays, strict=True):
         assert np.array_equal(ours, theirs)
@@ -75,15 +75,6 @@ def test_blocks_become_the_floats_of_torch(kind: str, to: int, dtype: torch.dtyp
     expected = dequantize(torch.from_numpy(part.raw.copy()), kind, part.shape).to(dtype)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
-
-
-def test_no_weight_of_a_matrix_is_larger_than_its_top() -> None:
-    scale, offset = (np.random.default_rng(seed).normal(0, 1, (21, 4)).astype(np.float16) for seed in (0, 1))
-    codes, wide = np.zeros((21, 128), np.uint8), (scale.astype(np.float32), offset.astype(np.float32))
-    table = np.array([3, *range(2, 16), 9], np.uint8)
-    for kind, used, (least, most) in ((Q4, None, (0, 15)), (Q8, None, (0, 255)), (Q4, table, (2, 15))):
-        packed = pack_codes(library(), codes, scale, offset, 32, kind, table=used)
-        assert packed.struct.top == pytest.approx(max(np.abs(wide[0] * end + wide[1]).max() for end in (least, most)), rel=1e-6)
 
 
 def test_a_scale_that_is_no_number_is_refused_by_the_name_of_its_tensor() -> None:

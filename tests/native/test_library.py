@@ -57,7 +57,7 @@ def finding_again() -> Iterator[None]:
 def test_the_library_is_there_and_offers_what_the_cpu_has() -> None:
     flags = cpu_flags()
     wanted = {
-        "x86_64": {"avx2": {"avx2", "f16c"}, "avx512": {"avx512_vnni"}, "avx512bf16": {"avx512_bf16"}, "amx": {"amx_bf16"}},
+        "x86_64": {"avx2": {"avx2", "f16c"}, "avx512": {"avx512_vnni"}, "avx512bf16": {"avx512_bf16"}, "amx": {"amx_bf16", "amx_int8"}},
         "aarch64": {"neon": {"asimddp", "asimdhp"}, "i8mm": {"i8mm", "bf16"}},
     }[platform.machine()]  # fmt: skip
     offered = list(itertools.takewhile(lambda level: wanted[level] <= flags, wanted))

@@ -48,7 +48,7 @@ def test_uniforms_are_the_twins_bit_for_bit(level: str, noise: tuple[int, ...], 
 # ---- draws
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(batch=st.lists(rows, min_size=1, max_size=6), vocab=st.sampled_from(VOCABS), threads=st.integers(1, 3))
 @example([Row("equal", 1, top_p=0.5), Row("zeros", 1, top_k=2), Row("ties", 1, min_p=1.0)], 1000, 1)  # cuts among equals
 @example([Row("normal", 1, top_k=k) for k in (7, 8, 9)], 1000, 1)  # as many as there are blocks, one less, one more
@@ -154,7 +154,7 @@ def test_what_is_not_finite_gives_some_id_and_disturbs_no_neighbour(level: str, 
 # ---- ranking
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     batch=st.lists(rows, min_size=1, max_size=5),
     vocab=st.sampled_from(VOCABS),

@@ -11,6 +11,7 @@ from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
 from octavo.kernels.cpu.packing import pack_float
 from tests.support.native import error, levels_here, running
 from tests.support.native_step import BATCHES, KINDS, LAYERS, Decoder
+from tests.support.soaked import pairs
 
 LEVELS = levels_here()
 
@@ -19,9 +20,9 @@ def same(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> bool:
     return all(np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kind, group", [(F32, 0), (BF16, 0), (Q8, 32), (Q8, 128), (Q4, 16), (Q4, 64)], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_step_is_its_parts_one_after_the_other(level: str, kind: int, group: int) -> None:
+@pytest.mark.parametrize(("level", "weights"), pairs(LEVELS, [(F32, 0), (BF16, 0), (Q8, 32), (Q8, 128), (Q4, 16), (Q4, 64)]), ids=str)
+def test_a_step_is_its_parts_one_after_the_other(level: str, weights: tuple[int, int]) -> None:
+    kind, group = weights
     for threads, embed_kind, cache_kind in ((1, F32, F32), (2, BF16, Q8), (3, Q8, BF16)):
         with running(level, threads) as library:
             decoder = Decoder(library, kind, group, embed_kind, cache_kind)
@@ -33,8 +34,7 @@ def test_a_step_is_its_parts_one_after_the_other(level: str, kind: int, group: i
                 assert same(once.results(), parts.results()), (threads, rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "kind"), pairs(LEVELS, list(KINDS)))
 def test_so_is_a_step_of_every_kind_of_layer(level: str, kind: str) -> None:
     for threads, weights, group, cache_kind in ((1, F32, 0, F32), (3, Q4, 32, Q8), (2, BF16, 0, F16)):
         with running(level, threads) as library:

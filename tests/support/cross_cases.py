@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from octavo.config import CpuIsa
 from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
+from octavo.kernels.cpu.delta_net_case import DeltaNetCase, Entry, States, StepArrays
 from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, NORMS, Q4, Q8
 from octavo.kernels.cpu.packing import Floats
 from tests.support.case_file import Case, Expected, write_cases
@@ -34,6 +35,7 @@ from tests.support.native_attention import (
     tree_of_rows,
     written_twin,
 )
+from tests.support.native_delta_net import DeltaNetWeights, delta_net_twin
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_step import BATCHES, HIDDEN, INNER, KINDS, Decoder, Multiply
 from tests.support.native_weights import FEW_ROWS, TOLERANCE, NormWeights, Weights, form_of, gated, make_weights
@@ -42,7 +44,7 @@ LEVELS = get_args(CpuIsa)[1:]
 KIND_NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", Q8: "8-bit", Q4: "4-bit"}
 CACHES = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8}
 WEIGHTS = [(F32, 0), (BF16, 0), (F16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
-ROW_COUNTS = (tuple(range(1, FEW_ROWS + 1)), (17, 18, 19, 20, 33, 40))  # a level may multiply few rows in another form than many
+ROW_COUNTS = (tuple(range(1, FEW_ROWS + 1)), (17, 18, 19, 20, 33, 40))  # a level may multiply few rows with another kernel than many
 
 # How far off a result may be, beside TOLERANCE for products. Measured, on x86-64 and on an emulated ARM: at most 2.3e-6 for attention,
 # 4.4e-7 for norms and turned heads, 2.3e-6 for experts (whose second product rounds what the first gave: more if it falls to the other
@@ -50,11 +52,11 @@ ROW_COUNTS = (tuple(range(1, FEW_ROWS + 1)), (17, 18, 19, 20, 33, 40))  # a leve
 NEAR, NORM, ROUNDED_QUERIES, SUMS_IN_HALVES, EXPERTS, STEP = 1e-5, 1e-6, 1e-2, 5e-3, 3e-2, 1e-4
 
 
-def levels_by_form(kind: int, rows: int) -> dict[str, tuple[str, ...]]:
-    """The forms of a product with so many rows -> the levels that multiply like that."""
+def levels_by_form(kind: int) -> dict[str, tuple[str, ...]]:
+    """The forms of a product -> the levels that multiply like that."""
     found: dict[str, tuple[str, ...]] = {}
     for level in LEVELS:
-        form = form_of(level, kind, rows)
+        form = form_of(level, kind)
         found[form] = (*found.get(form, ()), level)
     return found
 
@@ -111,7 +113,7 @@ def products(
         case = Case("gate_up" if gate else "product", name, {"gate": gate}, {"x": x, "counts": np.array(rows)})
         case.numbers["activation"] = ACTIVATIONS[activation]
         with_weights(case, weights)
-        for form, levels in levels_by_form(weights.kind, rows[0]).items():
+        for form, levels in levels_by_form(weights.kind).items():
             y = weights.product(x, form)
             tolerance = TOLERANCE[form] * (2 if gate else 1)
             case.expected.append(Expected("y", form, gated(y, activation) if gate else y, "largest", tolerance, levels))
@@ -155,14 +157,14 @@ def mixture_cases() -> Iterator[Case]:
                 title = f"{choice.chosen} of {choice.count} experts, {KIND_NAMES[kind]}"
                 case = Case("mixture", title, {"activation": 0}, {"x": x, "counts": np.array([count])})
                 with_mixture(case, weights)
-                for form, levels in levels_by_form(kind, count).items():
+                for form, levels in levels_by_form(kind).items():
                     y = weights.twin(x, "swiglu", multiply_as(levels[0]))
                     case.expected.append(Expected("y", form, y, "largest", NEAR if kind == F32 else EXPERTS, levels))
                 yield case
 
 
 def multiply_as(level: str) -> Multiply:
-    return lambda weights, x, rows: weights.product(x, form_of(level, weights.kind, rows))
+    return lambda weights, x, rows: weights.product(x, form_of(level, weights.kind))
 
 
 def with_mixture(case: Case, weights: MixtureWeights, prefix: str = "") -> None:
@@ -206,12 +208,14 @@ def attention_cases() -> Iterator[Case]:
         mixes += [replace(base, window=window, seed=window) for window in (1, 15, 17, 64, 100)]
         mixes += [replace(base, rotary_dim=dim, qk_norm=True, whole_norm=dim != 8, seed=dim) for dim in (0, 8, 20)]
         mixes += [replace(base, alibi=True, window=window, rotary_dim=0) for window in (0, 20)]
+        mixes += [replace(base, output_gate=True, head_dim=dim, rotary_dim=16, qk_norm=True) for dim in (32, 80, 256)]
         mixes += [replace(base, soft_cap=cap, sinks=cap != 2, window=20 if cap else 0) for cap in (0.0, 0.5, 2.0)]
         longer = []
         for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((900, 33),), ((0, 300),)):
             longer += [replace(base, rows=rows, heads=2, kv_heads=1, window=window) for window in (0, 300)]
         beside = {"rows": ((1299, 1), (900, 33)), "sinks": True}
         longer += [replace(base, soft_cap=cap, window=window, **beside) for cap, window in ((0.0, 0), (1.0, 300))]  # type: ignore[arg-type]
+        longer += [replace(base, rows=rows, heads=6, output_gate=True) for rows in (((1299, 1), (700, 1)), ((900, 33),))]
         longer += [replace(base, rows=TOGETHER[0], shared=TOGETHER[1], heads=6, window=window) for window in (0, 100)]
         longer += [replace(base, rows=MANY_TOGETHER[0], shared=MANY_TOGETHER[1], heads=6, alibi=alibi) for alibi in (False, True)]
         longer += [replace(tree_of_rows(window, heads=6, cache_kind=kind), window=window) for window in (0, 120)]
@@ -227,6 +231,12 @@ def attention_cases() -> Iterator[Case]:
         values = large.projected[:, -large.kv_heads :]
         values[:] = np.abs(values) * 2e4  # float16 ends at 65,504: what a few of them sum up to passes it, their mean does not
         yield attend_case(large, name, "with large values")
+        for rows in (MIXED, ((0, 4), (3, 2), (10, 9))):  # many queries at once, and few
+            some = replace(base, rows=rows, seed=96)
+            some.projected[:, : some.heads] *= 2
+            values = some.projected[:, -some.kv_heads :]
+            values[:] = np.abs(values) * np.where(some.cache_index % 8 < 5, 30, 36_000)[:, None, None]
+            yield attend_case(some, name, f"with large values that {len(some.positions)} queries weight differently")
         spoiled = replace(base, seed=98)
         spoiled.projected[38, spoiled.heads] = np.nan  # a key that all queries of the third row see
         yield attend_case(spoiled, name, "with NaN in a row")
@@ -237,6 +247,7 @@ def title_of(case: AttentionCase) -> str:
     asides = [f"window {case.window}"] * bool(case.window) + ["normed"] * case.qk_norm + ["shared"] * bool(case.shared)
     asides += ["as one"] * case.whole_norm + [f"rotated {case.rotated}"] * (case.rotary_dim is not None)
     asides += [f"capped at {case.soft_cap}"] * bool(case.soft_cap) + ["sinks"] * case.sinks + ["ALiBi"] * case.alibi
+    asides += ["gates"] * case.output_gate
     return ", ".join([f"heads {case.heads}/{case.kv_heads} of {case.head_dim}", f"blocks of {case.block_size}", rows, *asides])
 
 
@@ -286,6 +297,7 @@ def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, ca
 def with_attention(found: Case, case: AttentionCase, layer: int = 0) -> None:
     """What a layer's attention is, beside what all layers have alike."""
     numbers = {"window": case.window, "rotary_dim": case.rotated, "whole_norm": case.whole_norm, "soft_cap": case.soft_cap}
+    numbers["output_gate"] = case.output_gate
     arrays = {"cos": np.cos(case.angles), "sin": np.sin(case.angles), "sinks": case.sink_scores, "alibi": case.slopes}
     found.numbers |= {f"layer{layer}.{name}": number for name, number in numbers.items()}
     found.arrays |= {f"layer{layer}.{name}": array for name, array in arrays.items() if array is None or array.size}
@@ -309,6 +321,43 @@ def cache_arrays(caches: tuple[Cache, Cache], layer: int = 0) -> dict[str, NDArr
     k, v = caches
     names = {"k_cache": k.values, "v_cache": v.values, "k_scale": k.scale, "v_scale": v.scale}
     return {f"layer{layer}.{name}": array for name, array in names.items()}
+
+
+# ---- Gated DeltaNet
+
+
+def delta_net_cases() -> Iterator[Case]:
+    heads, sizes = ((1, 1), (1, 3), (2, 4)), ((16, 16), (48, 80), (128, 128), (256, 48))
+    for number, ((k_heads, v_heads), (k_dim, v_dim)) in enumerate(itertools.product(heads, sizes)):
+        net = DeltaNetCase(65, k_heads, v_heads, k_dim, v_dim, conv_width=2 + number % 4, seed=number)
+        yield delta_net_case(net, net.states(2), Entry(0, 65, 0, 1))
+        chunks = Entry(2, 20, 2, 6, ((3, 7), (17, 8))), Entry(7, 9, 3, 9, ((8, 10),))
+        yield delta_net_case(net, net.states(11, 1, 2, 3), Entry(0, 33, 0, 4), Entry(33, 34, 1, 5), *chunks, Entry(0, 1, 0, -1))
+
+
+def delta_net_case(net: DeltaNetCase, states: States, *entries: Entry) -> Case:
+    title = f"{net.k_heads}/{net.v_heads} heads of {net.k_dim}x{net.v_dim}, width {net.conv_width}, {len(entries)} rows"
+    case = Case("delta_net", title, {}, with_rows(entries))
+    with_delta_net(case, net, states.copy())
+    products = [np.concatenate([rows[entry.begin : entry.end] for entry in entries]) for rows in (net.qkvz, net.gates)]
+    case.arrays |= dict(zip(("qkvz", "gates"), products))
+    out = delta_net_twin(net, states, *entries)
+    found = {"out": out, "recurrent_state": states.recurrent}
+    case.expected = [Expected(name, "floats", values, "largest", NEAR) for name, values in found.items()]
+    case.expected.append(Expected("conv_state", "floats", states.conv))
+    return case
+
+
+def with_rows(entries: tuple[Entry, ...]) -> dict[str, NDArray[Any] | None]:
+    return dict(vars(StepArrays(entries)))
+
+
+def with_delta_net(case: Case, net: DeltaNetCase, states: States, prefix: str = "") -> None:
+    numbers = {name: getattr(net, name) for name in ("k_heads", "v_heads", "k_dim", "v_dim", "conv_width")}
+    arrays = {"conv": net.conv, "decay": net.decay, "dt_bias": net.dt_bias, "conv_state": states.conv, "recurrent_state": states.recurrent}
+    case.numbers |= {prefix + name: number for name, number in numbers.items()}
+    case.arrays |= {prefix + name: array for name, array in arrays.items()}
+    with_norm(case, NormWeights(net.norm, eps=net.eps), f"{prefix}norm")
 
 
 # ---- whole steps
@@ -339,6 +388,8 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...], name: str = "
     case.numbers |= {"activation": ACTIVATIONS[shape.activation], "residual_scale": shape.residual_scale, "logit_cap": shape.logit_cap}
     case.numbers |= {"embedding_scale": shape.embedding_scale, "logit_scale": shape.logit_scale, "parallel": shape.parallel}
     case.arrays |= {"token_ids": run.ids, "sample_index": run.samples, "embed": run.embed}
+    if any(shape.recurrent):
+        case.arrays |= with_rows(run.entries)
     with_norm(case, decoder.norm, "norm")
     if decoder.embedding_norm is not None:
         with_norm(case, decoder.embedding_norm, "embedding_norm")
@@ -351,6 +402,12 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...], name: str = "
                 with_weights(case, part, f"layer{index}.{part_name}.")
             elif isinstance(part, MixtureWeights):
                 with_mixture(case, part, f"layer{index}.mixture.")
+            elif isinstance(part, DeltaNetWeights):
+                states, prefix = run.states[index], f"layer{index}.delta_net."
+                assert states is not None
+                with_delta_net(case, part.case, states.copy(), prefix)
+                with_weights(case, part.qkvz, f"{prefix}qkvz.")
+                with_weights(case, part.gates, f"{prefix}gates.")
             else:
                 with_norm(case, part, f"layer{index}.{part_name}")
     case.arrays["embedded"] = run.embedded()
@@ -380,8 +437,10 @@ def argmax_cases() -> Iterator[Case]:
 
 
 def all_cases() -> Iterator[Case]:
-    for some in (product_cases, tabled_cases, mixture_cases, norm_cases, attention_cases, step_cases, argmax_cases, sampling_cases):
+    for some in (product_cases, tabled_cases, mixture_cases, norm_cases, attention_cases, delta_net_cases, step_cases):
         yield from some()
+    yield from argmax_cases()
+    yield from sampling_cases()
 
 
 def main(arguments: Iterable[str]) -> None:

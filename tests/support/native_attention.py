@@ -35,11 +35,11 @@ def tree_of_rows(seed: int, rows: int = 24, prompts: int = 4, longest: int = 300
 def written_twin(case: AttentionCase, projected: Floats | None = None, norms: tuple[Floats, Floats] | None = None) -> Floats:
     """q, k and v of the case, or those of a layer that has its rows, normed and rotated."""
     projected, norms = (case.projected, case.norms) if projected is None else (projected, norms)
-    q, k, v = torch.from_numpy(projected.copy()).split([case.heads, case.kv_heads, case.kv_heads], dim=1)
+    q, k, v, gate = torch.from_numpy(projected.copy()).split(case.parts, dim=1)
     if norms is not None:
         q, k = (norm_heads(part, torch.from_numpy(norm), 1e-6) for part, norm in zip((q, k), norms))
     cos, sin = (torch.from_numpy(part[case.positions]) for part in (np.cos(case.angles), np.sin(case.angles)))
-    return torch.cat((rotate(q, cos, sin), rotate(k, cos, sin), v), dim=1).numpy()
+    return torch.cat((rotate(q, cos, sin), rotate(k, cos, sin), v, gate), dim=1).numpy()
 
 
 def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Floats:
@@ -56,13 +56,14 @@ def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Float
             distances = torch.arange(past + new) - torch.arange(past, past + new)[:, None]
             mask = mask + torch.from_numpy(case.slopes)[None, :, None, None] * distances
         out.append(attend(queries, keys, values, mask, False, case.head_dim**-0.5, case.soft_cap or None, sinks)[0])
-    return torch.cat(out).numpy()
+    attended = torch.cat(out)
+    return (attended * torch.from_numpy(qkv[:, -case.heads :]).sigmoid() if case.output_gate else attended).numpy()
 
 
 def stored_twin(case: AttentionCase, before: tuple[Cache, Cache], qkv: Floats) -> tuple[Cache, Cache]:
     """The caches with the new tokens in them."""
     after = []
-    for cache, new in zip(before, (qkv[:, case.heads : -case.kv_heads], qkv[:, -case.kv_heads :])):
+    for cache, new in zip(before, case.new_kv(qkv)):
         held = Cache.holding(np.ascontiguousarray(new), case.cache_kind)
         values, scale = cache.values.copy(), None if cache.scale is None else cache.scale.copy()
         values.reshape(-1, *new.shape[1:])[case.new_slots] = held.values

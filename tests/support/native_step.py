@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import AttentionCase, from_bf16, to_bf16
+from octavo.kernels.cpu.delta_net_case import DeltaNetCase, States, StepArrays
 from octavo.kernels.cpu.levels import add_norm, gate_up, matmul, mix
 from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, Q8, Layer, Model, NativeLibrary, Norm, Step, address
 from octavo.kernels.cpu.packing import Floats
 from tests.support.native_attention import attended_twin, stored_twin, written_twin
+from tests.support.native_delta_net import DeltaNetWeights, delta_net_twin, entries_of
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_weights import NormWeights, Weights, gated, make_weights
 
@@ -43,6 +45,8 @@ class Kind:
     soft_cap: float = 0.0
     sinks: bool = False
     whole_norm: bool = False
+    output_gate: bool = False
+    recurrent: tuple[bool, ...] = (False,) * LAYERS  # which layers have Gated DeltaNet instead of attention
     experts: Choice | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -60,7 +64,13 @@ COHERE = Kind(norm="layer", qk_norm=False, parallel=True, residual_scale=0.5, lo
 BLOOM = Kind(
     norm="layer", biases=True, qk_norm=False, embedding_norm=True, alibi=True, activation="gelu", inner=75, rotary_dims=(0,) * LAYERS,
 )  # fmt: skip
-KINDS = {"gemma": GEMMA, "olmo": OLMO, "oss": OSS, "qwen": QWEN, "cohere": COHERE, "bloom": BLOOM}
+QWEN_NEXT = Kind(output_gate=True, recurrent=(True, True, False), rotary_dims=(8,) * LAYERS, experts=Choice(7, 3, shared_inner=32))
+QWEN_DENSE = Kind("both", output_gate=True, recurrent=(True, False, True), rotary_dims=(8,) * LAYERS, residual_scale=0.5)
+KINDS = {
+    "gemma": GEMMA, "olmo": OLMO, "oss": OSS, "qwen": QWEN, "cohere": COHERE, "bloom": BLOOM, "qwen_next": QWEN_NEXT, "qwen3.5": QWEN_DENSE,
+}  # fmt: skip
+# The second has so many gates that a piece of work begins in one product and ends in the other.
+DELTA_NETS = DeltaNetCase(k_heads=2, v_heads=4, k_dim=16, v_dim=48), DeltaNetCase(k_heads=1, v_heads=48, k_dim=16, v_dim=16, conv_width=3)
 
 
 @dataclass
@@ -83,14 +93,19 @@ class Decoder:
         whole = (HEADS, KV_HEADS) if self.shape.whole_norm else (1, 1)
         if self.shape.qk_norm:
             norms |= {"q_norm": whole[0] * HEAD_DIM, "k_norm": whole[1] * HEAD_DIM}
-        all_heads, q_heads = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HEADS * HEAD_DIM
+        all_heads, q_heads = (HEADS * (1 + self.shape.output_gate) + 2 * KV_HEADS) * HEAD_DIM, HEADS * HEAD_DIM
         products = {"qkv": (all_heads, HIDDEN), "output": (HIDDEN, q_heads)}
         if self.shape.experts is None:
             gates = 1 if self.shape.activation == "gelu" else 2
             products |= {"gate_up": (gates * self.shape.inner, HIDDEN), "down": (HIDDEN, self.shape.inner)}
-        for _ in range(LAYERS):
+        for index in range(LAYERS):
             layer: dict[str, Any] = {name: self._norm(size) for name, size in norms.items()}
             layer |= {name: self._weights(*shape) for name, shape in products.items()}
+            if self.shape.recurrent[index]:
+                layer = {name: part for name, part in layer.items() if name not in ("q_norm", "k_norm", "qkv")}
+                case = replace(DELTA_NETS[index % 2], seed=index)
+                layer["delta_net"] = DeltaNetWeights.make(self.library, self.random, case, HIDDEN, self.kind, self.group)
+                layer["output"] = self._weights(HIDDEN, case.v_size)
             if self.shape.experts is not None:
                 layer["mixture"] = MixtureWeights.make(self.library, self.random, self.shape.experts, HIDDEN, INNER, self.kind, self.group)
             self.layers.append(layer)
@@ -119,6 +134,7 @@ class Run:
         self.decoder, self.case, tokens = decoder, case, len(case.positions)
         shape = decoder.shape
         asked = {"soft_cap": shape.soft_cap, "sinks": shape.sinks, "whole_norm": shape.whole_norm, "alibi": shape.alibi}
+        asked["output_gate"] = shape.output_gate
         self.cases = [replace(case, window=window, rotary_dim=dim, **asked) for window, dim in zip(shape.windows, shape.rotary_dims)]
         for each in (case, *self.cases):
             assert np.array_equal(each.tables, case.tables)  # drawn first, so that they are the same
@@ -126,6 +142,9 @@ class Run:
         self.ids = random.integers(0, decoder.vocab, tokens)
         self.samples = case.query_start[1:].astype(np.int64) - 1 if sampled else np.zeros(0, np.int64)
         self.caches = [case.past() for _ in decoder.layers]
+        self.entries = entries_of(case.rows)
+        self.states = [self._states(parts["delta_net"].case) if "delta_net" in parts else None for parts in decoder.layers]
+        self.slots_of_states = StepArrays(self.entries)
         self.turns = [(np.cos(each.angles), np.sin(each.angles)) for each in self.cases]
         self.hidden = np.full((tokens, HIDDEN), np.nan, np.float32)
         self.logits = np.full((len(self.samples), decoder.vocab), np.nan, np.float32)
@@ -133,16 +152,22 @@ class Run:
         kept = {BF16: to_bf16, F16: lambda table: table.astype(np.float16)}.get(decoder.embed_kind)
         self.embed: NDArray[Any] = kept(decoder.table) if kept else decoder.table
 
+    def _states(self, case: DeltaNetCase) -> States:
+        return case.states(3 * len(self.entries) + 1, *(entry.read for entry in self.entries if entry.read))
+
     @cached_property
     def model(self) -> Model:
         decoder, shape, layers = self.decoder, self.decoder.shape, (Layer * LAYERS)()
         for index, (parts, caches) in enumerate(zip(decoder.layers, self.caches)):
-            layers[index] = self.cases[index].layer(*self.turns[index], *caches)
+            if "delta_net" not in parts:  # else it has no heads
+                layers[index] = self.cases[index].layer(*self.turns[index], *caches)
             layer = layers[index]
             layer.activation, layer.residual_scale, layer.parallel = ACTIVATIONS[shape.activation], shape.residual_scale, shape.parallel
             for name, part in parts.items():
                 if isinstance(part, MixtureWeights):
                     layer.mixture = ctypes.pointer(part.struct)
+                elif isinstance(part, DeltaNetWeights):
+                    layer.delta_net = ctypes.pointer(part.struct(self.states[index]))
                 else:
                     setattr(layer, name, part.packed.struct if isinstance(part, Weights) else part.struct)
         return Model(
@@ -160,7 +185,7 @@ class Run:
             token_ids=address(self.ids), cache_index=address(case.cache_index), positions=address(case.positions),
             slots=address(case.new_slots), query_start=address(case.query_start), context_len=address(case.context_len),
             tables=address(case.tables), sample_index=address(self.samples), hidden=address(self.hidden), logits=address(self.logits),
-            best=address(self.best),
+            best=address(self.best), **self.slots_of_states.pointers,
         )  # fmt: skip
 
     def at_once(self) -> None:
@@ -199,10 +224,17 @@ class Run:
         stream, added = norm(self.embedded(), None, decoder.embedding_norm), None
         for index, parts in enumerate(decoder.layers):
             normed = norm(stream, added, parts.get("attention_norm"))
-            qkv = matmul(library, parts["qkv"].packed, normed)
+            model, struct = ctypes.byref(self.model), ctypes.byref(self.struct)
             attended = np.empty((tokens, self.case.heads * self.case.head_dim), np.float32)
-            library.call.octavo_write(ctypes.byref(self.model), index, ctypes.byref(self.struct), address(qkv))
-            library.call.octavo_attend(ctypes.byref(self.model), index, ctypes.byref(self.struct), address(qkv), address(attended))
+            if "delta_net" in parts:
+                net = parts["delta_net"]
+                products = [matmul(library, part.packed, normed) for part in (net.qkvz, net.gates)]
+                attended = np.empty((tokens, net.case.v_size), np.float32)
+                library.call.octavo_delta_net(model, index, struct, *map(address, products), address(attended))
+            else:
+                qkv = matmul(library, parts["qkv"].packed, normed)
+                library.call.octavo_write(model, index, struct, address(qkv))
+                library.call.octavo_attend(model, index, struct, address(qkv), address(attended))
             beside = matmul(library, parts["output"].packed, attended)
             if not decoder.shape.parallel:
                 normed = norm(stream, settled(beside, parts.get("attention_after_norm")), parts.get("mlp_norm"))
@@ -225,13 +257,19 @@ class Run:
             return x if by is None else by.twin(x)
 
         stream = norm(self.embedded(), decoder.embedding_norm)
-        for parts, case, caches in zip(decoder.layers, self.cases, self.caches):
+        for parts, case, caches, states in zip(decoder.layers, self.cases, self.caches, self.states):
             normed = norm(stream, parts.get("attention_norm"))
-            projected = multiply(parts["qkv"], normed, tokens).reshape(tokens, -1, case.head_dim)
-            qkv = written_twin(case, projected, (parts["q_norm"].weight, parts["k_norm"].weight) if shape.qk_norm else None)
-            for cache, after in zip(caches, stored_twin(case, caches, qkv)):
-                cache.values, cache.scale = after.values, after.scale
-            mixed = multiply(parts["output"], attended_twin(case, qkv, *caches).reshape(tokens, -1), tokens)
+            if states is not None:
+                net = parts["delta_net"]
+                products = [multiply(part, normed, tokens) for part in (net.qkvz, net.gates)]
+                attended = delta_net_twin(net.case.after(*products), states, *self.entries)
+            else:
+                projected = multiply(parts["qkv"], normed, tokens).reshape(tokens, -1, case.head_dim)
+                qkv = written_twin(case, projected, (parts["q_norm"].weight, parts["k_norm"].weight) if shape.qk_norm else None)
+                for cache, after in zip(caches, stored_twin(case, caches, qkv)):
+                    cache.values, cache.scale = after.values, after.scale
+                attended = attended_twin(case, qkv, *caches).reshape(tokens, -1)
+            mixed = multiply(parts["output"], attended, tokens)
             stream = stream + norm(mixed, parts.get("attention_after_norm")) * np.float32(shape.residual_scale)
             if not shape.parallel:
                 normed = norm(stream, parts.get("mlp_norm"))
@@ -258,7 +296,8 @@ class Run:
 
     def results(self) -> list[NDArray[Any]]:
         stored = [part for caches in self.caches for cache in caches for part in (cache.values, cache.scale) if part is not None]
-        return [self.hidden, self.logits, self.best, *stored]
+        states = [part for each in self.states if each is not None for part in (each.conv, each.recurrent)]
+        return [self.hidden, self.logits, self.best, *stored, *states]
 
 
 def struct_of(norm: NormWeights | None) -> Norm:

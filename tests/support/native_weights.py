@@ -2,7 +2,7 @@
 
 What a kernel rounds its numbers to is part of what it is, so the twin rounds alike and little tolerance is left:
 
-    form of x     codes      8 bits and a scale for each span of up to 32 k: weights in codes, on some levels for few rows only
+    form of x     codes      8 bits and a scale for each span of up to 32 k: weights in codes
                   floats     as they are, as are the weights
                   bf16       bfloat16, as are the weights
                   halves     float16 with a scale for each span, as are the weights; sums are, too, over a span
@@ -22,9 +22,7 @@ from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, No
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.reference.layer import rms_norm
 
-# Levels on which the numbers of a row do not depend on the other rows of its step.
-INVARIANT = ("portable", "avx2", "avx512", "avx512bf16")
-FEW_ROWS = 16  # up to here the other levels multiply weights in codes by codes
+FEW_ROWS = 16  # up to here the ARM levels read codes in place, and unpack them for more rows
 SPAN = 32  # columns of x that share a scale, at most
 
 TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 1e-5}  # by form, of the largest result of a product
@@ -81,33 +79,19 @@ class Weights:
 
     def _product_in_halves(self, x: Floats) -> Floats:
         """Every sum is rounded to float16, one k after the other; after a span it is multiplied by the scale of x there."""
-        span = min(SPAN, self.group or SPAN)
-        weights, factor = self._halves()
-        spans = np.pad(weights, ((0, 0), (0, -weights.shape[1] % span))).reshape(len(weights), -1, span).astype(np.float64)
-        numbers = np.pad(x, ((0, 0), (0, -x.shape[1] % span))).reshape(len(x), -1, span)
+        factor = packing._half_factor(self.exact)
+        weights = (self.exact / np.float32(factor)).astype(np.float16)
+        spans = np.pad(weights, ((0, 0), (0, -weights.shape[1] % SPAN))).reshape(len(weights), -1, SPAN).astype(np.float64)
+        numbers = np.pad(x, ((0, 0), (0, -x.shape[1] % SPAN))).reshape(len(x), -1, SPAN)
         scale = power_above(np.abs(numbers).max(-1))
         halves = (numbers / scale[..., None]).astype(np.float16).astype(np.float64)
         y = np.zeros((len(x), len(weights)))
         for i in range(halves.shape[1]):
             total = np.zeros(y.shape, np.float16)
-            for k in range(span):
+            for k in range(SPAN):
                 total = (total + halves[:, i, k, None] * spans[:, i, k]).astype(np.float16)
             y += total * scale[:, i, None].astype(np.float64)
         return (y * factor + (0 if self.bias is None else self.bias)).astype(np.float32)
-
-    def _halves(self) -> tuple[NDArray[np.float16], float]:
-        """Weights as float16, and what to multiply them by: codes are made as large as 1,024 first, but not more than 2^15 times."""
-        if self.kind == F16:
-            factor = packing._half_factor(self.exact)
-            return (self.exact / np.float32(factor)).astype(np.float16), factor
-        codes, scale, offset = (self.source[name].astype(np.float64) for name in ("codes", "scale", "offset"))
-        least, most = (0, 15 if self.kind == Q4 else 255) if self.table is None else (self.table.min(), self.table.max())
-        if self.table is not None:
-            codes = self.table[self.source["codes"]].astype(np.float64)
-        top = max(np.abs(scale * least + offset).max(), np.abs(scale * most + offset).max())
-        power = min(1024 / float(power_above(np.float32(top))), 2.0**15)
-        scale, offset = (np.repeat(part, self.group, axis=1)[:, : codes.shape[1]] for part in (scale, offset))
-        return ((codes * scale + offset) * power).astype(np.float16), self.factor / power
 
 
 def power_above(numbers: Any) -> Any:
@@ -129,9 +113,9 @@ def gated(both: Floats, activation: str = "swiglu") -> Floats:
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).float().numpy()
 
 
-def form_of(level: str, kind: int, rows: int) -> str:
-    """How a level multiplies so many rows."""
-    if kind in (Q8, Q4) and (level in INVARIANT or rows <= FEW_ROWS):
+def form_of(level: str, kind: int) -> str:
+    """How a level multiplies, however many rows there are."""
+    if kind in (Q8, Q4):
         return "codes"
     if kind == F32 or (kind == BF16 and level == "neon"):
         return "floats"

@@ -9,6 +9,7 @@ slot is detected.
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class AttentionCase:
     soft_cap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    output_gate: bool = False
     seed: int = 0
     shared: tuple[int, ...] = ()  # for each row, the number of its first blocks that it shares with another row, all already written
     like: tuple[int, ...] = ()  # for each row, the earlier row that it shares these with; if empty: the previous row
@@ -158,8 +160,22 @@ class AttentionCase:
 
     @cached_property
     def projected(self) -> Floats:
-        """q, k and v of the new tokens, before norms and rotation: [tokens, heads + 2 * kv_heads, head_dim]"""
-        return self._normal(len(self.positions), self.heads + 2 * self.kv_heads, self.head_dim)
+        """q, k and v of the new tokens, before norms and rotation, and gates: [tokens, read_heads, head_dim]"""
+        return self._normal(len(self.positions), self.read_heads, self.head_dim)
+
+    @property
+    def read_heads(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def parts(self) -> list[int]:
+        """Heads of q, k, v, and gates."""
+        return [self.heads, self.kv_heads, self.kv_heads, self.heads if self.output_gate else 0]
+
+    def new_kv(self, qkv: Floats) -> tuple[Floats, Floats]:
+        """k and v of rows like `projected`."""
+        _, k, v, _ = np.split(qkv, list(accumulate(self.parts))[:3], axis=1)
+        return k, v
 
     def past(self) -> tuple[Cache, Cache]:
         """Keys and values before the step."""
@@ -201,7 +217,7 @@ class AttentionCase:
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, rotary_dim=self.rotated, block_size=self.block_size,
             window=self.window, attention_scale=self.head_dim**-0.5, soft_cap=self.soft_cap, residual_scale=1.0,
             sinks=address(self.sink_scores), alibi=address(self.slopes), q_norm=norm_struct(q_norm), k_norm=norm_struct(k_norm),
-            whole_norm=self.whole_norm,
+            whole_norm=self.whole_norm, output_gate=self.output_gate,
             cos=address(cos), sin=address(sin), k_cache=address(k.values), v_cache=address(v.values), k_scale=address(k.scale),
             v_scale=address(v.scale),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.attention_case import AttentionCase, norm_struct
+from octavo.kernels.cpu.delta_net_case import DeltaNetCase, Entry
 from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, NORMS, Q4, Q8, Mixture, NativeLibrary, Norm, address, find_library
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.cpu.sampling import NativeSampling
@@ -78,7 +79,7 @@ def first_difference(expected: list[Sample], got: list[Sample]) -> str | None:
 
 
 def sample_results(library: NativeLibrary) -> list[Sample]:
-    """Runs products, gates, norms, rotation, caches, attention, MoE and sampling on small inputs, the same ones every time."""
+    """Runs products, gates, norms, rotation, caches, attention, MoE, recurrence and sampling on small inputs, the same ones every time."""
     random = np.random.default_rng(7)
     samples = []
     for name, kind in KINDS.items():
@@ -100,11 +101,11 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
         samples.append(Sample("rotation", qkv, EXACT))
         samples.append(Sample(f"writing into a {name} cache", np.nan_to_num(np.stack((k.numbers(), v.numbers()))), tolerance))
         samples.append(Sample(f"attention over a {name} cache", out, min(tolerance, ROUNDED)))
-        case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], soft_cap=2.0, sinks=True, rotary_dim=16)
-        samples.append(Sample(f"capped attention over a {name} cache", case.run(library)[1], min(tolerance, ROUNDED)))
+        case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], soft_cap=2.0, sinks=True, rotary_dim=16, output_gate=True)
+        samples.append(Sample(f"capped and gated attention over a {name} cache", case.run(library)[1], min(tolerance, ROUNDED)))
         case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], alibi=True, rotary_dim=0)
         samples.append(Sample(f"attention with ALiBi over a {name} cache", case.run(library)[1], min(tolerance, ROUNDED)))
-    return samples + _mixed(library, random) + _sampled(library, random)
+    return samples + _mixed(library, random) + _recurrent(library) + _sampled(library, random)
 
 
 def _mixed(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
@@ -117,6 +118,15 @@ def _mixed(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
     x = random.standard_normal((20, 96), np.float32)
     x[:, :4] = [random.permutation(4) for _ in x]
     return [Sample(f"mixture of {tokens} tokens", mix(library, mixture, x[:tokens].copy()), CODES) for tokens in (1, 20)]
+
+
+def _recurrent(library: NativeLibrary) -> list[Sample]:
+    """A prompt with a checkpoint, and a token after a state."""
+    case = DeltaNetCase()
+    case.norm[:] = case.qkvz[:, case.channels :] = 1  # so that results are neither very large nor very small
+    states = case.states(4, 1)
+    out = case.run(library, states, Entry(0, 39, 0, 2, ((20, 3),)), Entry(39, 40, 1, -1))
+    return [Sample("Gated DeltaNet", out, EXACT), Sample("states of Gated DeltaNet", states.recurrent[2:, 0], EXACT)]
 
 
 def _sampled(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:

@@ -104,8 +104,12 @@ class Mixture(ctypes.Structure):
     _fields_ = HEADER.fields("Mixture", Matrix)
 
 
+class DeltaNet(ctypes.Structure):
+    _fields_ = HEADER.fields("DeltaNet", Matrix, Norm)
+
+
 class Layer(ctypes.Structure):
-    _fields_ = HEADER.fields("Layer", Matrix, Norm, Mixture)
+    _fields_ = HEADER.fields("Layer", Matrix, Norm, Mixture, DeltaNet)
 
 
 class Group(ctypes.Structure):
@@ -128,7 +132,7 @@ class Ranking(ctypes.Structure):
     _fields_ = HEADER.fields("Ranking")
 
 
-STRUCTS = (Matrix, Norm, Mixture, Layer, Group, Model, Step, Draws, Ranking)
+STRUCTS = (Matrix, Norm, Mixture, DeltaNet, Layer, Group, Model, Step, Draws, Ranking)
 
 
 class NativeLibrary:

@@ -137,7 +137,7 @@ class Blocks:
     raw: NDArray[np.uint8]
     kind: str  # one of BLOCK_KINDS
     shape: tuple[int, int]
-    rows: NDArray[np.int64] | None = None  # the order of its rows, if it differs from the file's
+    rows: NDArray[np.int64] | None = None  # the rows to pack, if they are not all of them in the file's order
 
 
 def pack_blocks(
