@@ -6,13 +6,13 @@ through `OCTAVO_DEBUG`. A model's own numbers are in `model_config.py`. Environm
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from octavo.errors import ConfigError
 from octavo.model_config import is_json_object
-from octavo.vllm_names import SETTINGS, names_explained, refuse_unknown
+from octavo.vllm_names import SETTINGS, names_explained
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -29,46 +29,6 @@ AttentionBackendName = Literal["auto", "cpu", "triton", "flashinfer", "contiguou
 def _flag(default: Any, text: str, choices_because: str = "") -> Any:
     """Returns a field with the help text of its flag. `choices_because`: why there are no other choices."""
     return field(default=default, metadata={"help": text, "because": choices_because})
-
-
-class Settings(TypedDict, total=False):
-    """The keywords of `LLM`, for type checkers: every field of `EngineConfig` but the model."""
-
-    revision: str | None
-    hf_overrides: dict[str, Any] | None
-    dtype: Dtype
-    quantization: Quantization
-    device: Device
-    load_format: Literal["auto", "dummy"]
-    max_model_len: int | None
-    block_size: int
-    kv_cache_dtype: KVCacheDtype
-    kv_cache_layout: KVCacheLayout
-    kv_cache_memory_bytes: int | None
-    gpu_memory_utilization: float
-    num_gpu_blocks_override: int | None
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    distributed_executor_backend: DistributedExecutorBackend
-    decode_context_parallel_size: int
-    enable_expert_parallel: bool
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    enable_prefix_caching: bool
-    max_pinned_blocks: int | None
-    scheduling_policy: SchedulingPolicy
-    attention_backend: AttentionBackendName
-    enforce_eager: bool
-    native: bool
-    cpu_isa: CpuIsa
-    pipeline_depth: int | None
-    max_logprobs: int
-    logprobs_mode: LogprobsMode
-    generation_config: Literal["auto", "none"]
-    chat_template: str | None
-    skip_tokenizer_init: bool
-    trace: str | None
-    seed: int
 
 
 @names_explained(SETTINGS)
@@ -98,6 +58,7 @@ class EngineConfig:
         None, "size of the KV cache (512m, 4g); default: a quarter of memory, at most 4 GiB; on a GPU, what is left of its memory"
     )
     gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
+    state_cache_share: float = _flag(0.2, "share of the KV cache for states of recurrent layers that later prompts continue from")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
     tensor_parallel_size: int = _flag(1, "number of processes that split every layer; each has a part of the weights and of the KV cache")
     pipeline_parallel_size: int = _flag(1, "number of stages, each with some of the layers and with --tensor-parallel-size processes")
@@ -118,6 +79,7 @@ class EngineConfig:
         "contiguous: the reference without paging"
     )  # fmt: skip
     enforce_eager: bool = _flag(False, "on a GPU: do not use CUDA graphs")
+    deterministic: bool = _flag(False, "on a GPU: equal tokens and logprobs under every schedule; native CPU kernels always do so")
     native: bool = _flag(True, "use the native CPU kernels; --no-native: torch computes")
     cpu_isa: CpuIsa = _flag("auto", "instruction set of the native kernels; auto: the best that this CPU has")
     pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
@@ -179,11 +141,6 @@ class ResolvedConfig(EngineConfig):
     pipeline_depth: int
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raises TypeError for a keyword of `LLM` that is not a setting."""
-    refuse_unknown("LLM has no setting", names, Settings.__annotations__, SETTINGS)
-
-
 def check_setting(name: str, value: object) -> None:
     """Checks the value of one field. Rules about two fields are checked in `EngineConfig`."""
     if name == "model" and not isinstance(value, (str, os.PathLike, type(None))):
@@ -194,14 +151,16 @@ def check_setting(name: str, value: object) -> None:
         raise ConfigError(f"revision must be a branch, a tag or a commit, got {value!r}")
     if name == "hf_overrides" and not (value is None or is_json_object(value)):
         raise ConfigError(f"hf_overrides must be a JSON object, got {value!r}")
-    if name in _INTEGERS and not (value is None and name in _OPTIONAL):
+    if name in _INTEGERS and not (value is None and EngineConfig.__dataclass_fields__[name].default is None):
         low, high = _INTEGERS[name]
         if type(value) is not int or not low <= value <= high:
             raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
         if name == "block_size" and value & (value - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {value}")
-    if name == "gpu_memory_utilization" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1):
-        raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {value!r}")
+    if name in _SHARES:
+        fits, wanted = _SHARES[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
+            raise ConfigError(f"{name} must be a number {wanted}, got {value!r}")
     if name in _CHOICES and not any(type(value) is type(choice) and value == choice for choice in _CHOICES[name]):
         because = EngineConfig.__dataclass_fields__[name].metadata["because"]
         choices = ", ".join(map(str, _CHOICES[name]))
@@ -224,8 +183,10 @@ _INTEGERS = {  # name -> the least and the greatest value
     "max_logprobs": (0, _MANY),
     "seed": (0, 2**64 - 1),
 }
-_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
-             "max_pinned_blocks", "pipeline_depth")  # fmt: skip
+_SHARES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "gpu_memory_utilization": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
+    "state_cache_share": (lambda share: 0 <= share <= 0.9, "from 0 to 0.9"),
+}
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),
@@ -239,7 +200,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "attention_backend": ("auto", "cpu", "triton", "flashinfer", "contiguous"),
     "cpu_isa": ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"),
     "scheduling_policy": ("fcfs", "priority"),
-    **dict.fromkeys(("native", "enable_prefix_caching", "enable_expert_parallel", "enforce_eager", "skip_tokenizer_init"), (True, False)),
+    **{one.name: (True, False) for one in fields(EngineConfig) if isinstance(one.default, bool)},
 }
 
 

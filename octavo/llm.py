@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Never, Unpack
 
 from octavo import log
-from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
+from octavo.config import EngineConfig, debug_from_environment, log_level
 from octavo.engine.batch import (
     DeferredInterrupt,
     Encoded,
@@ -35,6 +35,7 @@ from octavo.engine.output import OutputProcessor, check_params
 from octavo.errors import EngineError, RequestError
 from octavo.grammar.text import check_limits
 from octavo.inputs import Conversation, Prompt, as_conversations, as_prompts
+from octavo.keywords import Settings, check_names
 from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, Beams, PinOrder, SchedulerStats
 from octavo.metrics import Metric, engine_metrics
@@ -144,10 +145,12 @@ class LLM:
         options = template_options(chat_template_kwargs, add_generation_prompt, continue_final_message)
         if tools:
             self.encoder.add_tool_template()
-        encode = partial(self.encoder.encode_chat, tools=check_tools(tools) or None, options=options, template=chat_template)
-        encoded = each_of(encode, as_conversations(messages))
+        checked, conversations = check_tools(tools) or None, as_conversations(messages)
+        encoded = each_of(partial(self.encoder.encode_chat, tools=checked, options=options, template=chat_template), conversations)
         wanted = [self._for_chat(one) for one in spread(sampling_params or SamplingParams(), len(encoded))]
-        return self._run(encoded, wanted, use_tqdm, spread_priority(priority, len(encoded)))
+        find_ends = partial(self.encoder.message_ends, tools=checked, options=options, template=chat_template)
+        ends = list(map(find_ends, conversations, encoded)) if self._core.scheduler.kv.keeps_states else None
+        return self._run(encoded, wanted, use_tqdm, spread_priority(priority, len(encoded)), ends=ends)
 
     def beam_search(
         self,
@@ -192,7 +195,9 @@ class LLM:
     def stream_chat(self, messages: Conversation, sampling_params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answers one conversation and yields its text as it comes."""
         wanted = self._for_chat(sampling_params or SamplingParams())
-        return self._stream([next(self._ids)], [self.encoder.encode_chat(messages)], [wanted])
+        encoded = self.encoder.encode_chat(messages)
+        ends = [self.encoder.message_ends(messages, encoded)] if self._core.scheduler.kv.keeps_states else None
+        return self._stream([next(self._ids)], [encoded], [wanted], ends)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what `generate` uses without `sampling_params`: what the model's makers recommend."""
@@ -211,7 +216,7 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks except those of pinned prefixes. Blocks in use are not found again."""
         with self._turn():
-            self._core.scheduler.kv.pool.forget()
+            self._core.scheduler.kv.forget()
 
     def pin_prefix(
         self, name: str, prompt: Prompt | None = None, messages: Conversation | None = None, ttl: float | None = None
@@ -322,7 +327,7 @@ class LLM:
 
     def _add(
         self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: Reader,
-        beams: Beams | None = None, pin: PinOrder | None = None,
+        beams: Beams | None = None, pin: PinOrder | None = None, ends: Sequence[list[int]] | None = None,
     ) -> None:  # fmt: skip
         """Passes requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words as ids, encoded once for all prompts that share them
@@ -339,20 +344,20 @@ class LLM:
                     text, token_ids = encoded[index]
                     check_params(params[index], self.config)
                     terms = copy(params[index]), priority[index], "", spelled[words]
-                    request = AddRequest(request_id, token_ids, *terms, beams=beams, pin=pin)
+                    request = AddRequest(request_id, token_ids, *terms, beams=beams, pin=pin, checkpoints=ends[index] if ends else [])
                     self._core.add(request)
                     self._prompt_tokens += len(token_ids)
                     self._outputs.add(request, text, reader)
 
     def _run(
         self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int],
-        beams: Beams | None = None, pin: PinOrder | None = None,
+        beams: Beams | None = None, pin: PinOrder | None = None, ends: Sequence[list[int]] | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         ids = [next(self._ids) for _ in encoded]
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
                 reader = Reader(progress)
-                self._add(ids, encoded, params, priority, reader, beams, pin)
+                self._add(ids, encoded, params, priority, reader, beams, pin, ends)
                 while len(reader.finished) < len(ids):
                     self._pump()
                     progress.show()
@@ -362,12 +367,12 @@ class LLM:
                 self._in_a_turn(partial(self._drop, ids))
 
     def _stream(
-        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams]
+        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], ends: Sequence[list[int]] | None = None
     ) -> Generator[TextDelta, None, None]:
         reader = Reader()
         try:
             with DeferredInterrupt():
-                self._add(ids, encoded, params, [0] * len(ids), reader)
+                self._add(ids, encoded, params, [0] * len(ids), reader, ends=ends)
             while len(reader.finished) < len(ids) or reader.updates:  # in this order: the last may come between the two
                 if not reader.updates:
                     with DeferredInterrupt():

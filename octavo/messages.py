@@ -19,7 +19,7 @@ else:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Ending = Literal["stop", "length", "abort", "error", "lost"]  # of a sequence; lost: a beam that others have outranked
-HitReason = Literal["end", "short", "differs", "evicted", "cold", "off"]
+HitReason = Literal["end", "short", "differs", "evicted", "cold", "off", "no_state", "state_evicted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class StepPlan:
     Drafts are ids that may come next. They are computed at the positions after the row's last id, so `num_query` counts them. Output i of
     a row is sampled after its draft i, and draft i + 1 is accepted if it is the id sampled there; so drafts never change a text. The cache
     slots of rejected drafts are written again by the row's next plan, which starts at the first of them.
+    In a model with recurrent layers an entry reads a state and writes another one, and no entry writes what any entry reads, so a step
+    can be computed twice. A checkpoint is one more state that an entry writes on its way.
     """
 
     step: int
@@ -92,6 +94,8 @@ class StepPlan:
     last_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, id that replaces its last one)
     mask_rows: list[int] = field(default_factory=list)  # entries with a grammar: each of their outputs is sampled with a mask
     group_lengths: dict[int, list[int]] = field(default_factory=dict)  # cache group -> of each entry, if not all positions to its end
+    states: list[tuple[int, int]] = field(default_factory=list)  # of each entry of a recurrent model: state slot read, state slot written
+    checkpoints: list[tuple[int, int, int]] = field(default_factory=list)  # (entry, positions covered, state slot), in ascending order
 
     def sampled_position(self, entry: int) -> int:
         """Returns the position of the id that an entry's first output samples."""
@@ -148,6 +152,7 @@ class LifeRecord:
     preemptions: int = 0
     recomputed_tokens: int = 0
     cached_tokens: int = 0
+    common_tokens: int = 0  # tokens whose blocks were found; more than cached ones if a recurrent model had no state for the rest
     pinned_tokens: int = 0  # of those, found in a pinned prefix
     hit_reason: HitReason | None = None
     hit_group: int | None = None  # with several cache groups, the group whose missing block ended the hit
@@ -220,6 +225,12 @@ class AddRequest:
     pin: PinOrder | None = None
     position_offset: int = 0  # the position of a token is its index plus this
     extras: dict[int, bytes] = field(default_factory=dict)  # link of the prompt -> what its digest covers besides its tokens
+    checkpoints: list[int] = field(default_factory=list)  # lengths of prefixes that other prompts may continue, for recurrent models
+
+    def resumed(self, outputs: dict[int, list[int]]) -> "AddRequest":
+        """Returns the request as another engine continues it. `outputs`: the tokens so far of each sample that has not ended"""
+        is_fresh = len(outputs) == self.params.n and not any(outputs.values())
+        return replace(self, outputs=None if is_fresh else outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +300,7 @@ class EngineFacts:
     digest_key: bytes = b""  # equal keys and identities give equal digests
     identity: bytes = b""
     weights: bytes = b""  # identifies the weights; empty: there are none
+    keeps_states: bool = False  # a model with recurrent layers: requests say where other prompts may continue (AddRequest.checkpoints)
 
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -312,10 +324,17 @@ class SchedulerStats:
     pinned_blocks: int = 0
     pin_hits: int = 0  # requests that found a part of a pinned prefix
     pin_tokens: int = 0  # tokens that they found there
+    state_slots: int = 0  # of a recurrent model, without the null one
+    held_states: int = 0  # of these, held by sequences and pins
+    checkpoints: int = 0  # states that prompts can continue from, whether held or not
+    checkpoints_kept: int = 0
+    checkpoints_used: int = 0  # to continue from
+    checkpoints_evicted: int = 0
+    stateless_tokens: int = 0  # prompt tokens whose blocks were found, but no state after them: they were computed again
 
     def after(self, before: "SchedulerStats") -> "SchedulerStats":
         """Returns these numbers with the counters of an earlier engine added."""
-        gauges = ("running", "waiting", "free_blocks", "num_blocks", "pinned_blocks")
+        gauges = ("running", "waiting", "free_blocks", "num_blocks", "pinned_blocks", "state_slots", "held_states", "checkpoints")
         return replace(self.plus(before), **{name: getattr(self, name) for name in gauges})
 
     def plus(self, other: "SchedulerStats") -> "SchedulerStats":

@@ -20,6 +20,17 @@ COUNTERS = {
     "pinned_prefix_tokens": "Prompt tokens found there, which were not computed again.",
     "num_preemptions": "Sequences that had to give their blocks back.",
 }
+STATE_GAUGES = {  # these and STATE_COUNTERS: only of models with recurrent layers
+    "state_slots": "State slots of recurrent layers.",
+    "state_slots_in_use": "State slots that sequences and pinned prefixes hold.",
+    "state_checkpoints": "States that prompts can continue from.",
+}
+STATE_COUNTERS = {
+    "state_checkpoints_kept": "States that were kept for prompts to continue from.",
+    "state_checkpoints_used": "Prompts that continued from one.",
+    "state_checkpoints_evicted": "States that were evicted to make room.",
+    "state_recomputed_tokens": "Prompt tokens whose blocks were found, but computed again, because no state was kept after them.",
+}
 STEPS = "iteration_tokens_total"
 
 
@@ -71,6 +82,19 @@ def numbers_of(stats: SchedulerStats) -> dict[str, float]:
     }
 
 
+def state_numbers_of(stats: SchedulerStats) -> dict[str, int]:
+    """Returns the value of each name in STATE_GAUGES and STATE_COUNTERS."""
+    return {
+        "state_slots": stats.state_slots,
+        "state_slots_in_use": stats.held_states,
+        "state_checkpoints": stats.checkpoints,
+        "state_checkpoints_kept": stats.checkpoints_kept,
+        "state_checkpoints_used": stats.checkpoints_used,
+        "state_checkpoints_evicted": stats.checkpoints_evicted,
+        "state_recomputed_tokens": stats.stateless_tokens,
+    }
+
+
 def cumulated(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
     """Returns the buckets for Prometheus, each with all smaller ones. `counts`: each bucket alone, the last without a bound."""
     buckets, below = [], 0.0
@@ -86,9 +110,12 @@ def engine_metrics(stats: SchedulerStats, prompt_tokens: int, model_name: str) -
     numbers = numbers_of(stats)
     counters = {name: int(numbers[name]) for name in COUNTERS}
     counters |= {"prompt_tokens": prompt_tokens, "generation_tokens": stats.generation_tokens}
+    states = state_numbers_of(stats) if stats.state_slots else {}
+    counters |= {name: number for name, number in states.items() if name in STATE_COUNTERS}
     buckets = {bound: int(count) for bound, count in cumulated(STEP_TOKENS, stats.steps)}
     return [
         *(Gauge(PREFIX + name, labels, numbers[name]) for name in GAUGES),
+        *(Gauge(PREFIX + name, labels, number) for name, number in states.items() if name in STATE_GAUGES),
         *(Counter(PREFIX + name, labels, value) for name, value in counters.items()),
         Histogram(PREFIX + STEPS, labels, sum(stats.steps), stats.step_tokens, buckets),
     ]

@@ -56,7 +56,7 @@ def _write(path: Path, shape: Shape, kind: str, mixture: bool) -> None:
     _write_keys(writer, shape, mixture)
 
     def add(name: str, size: tuple[int, ...]) -> None:
-        writer.add_tensor(f"{name}.weight", _packed(dice, size, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(f"{name}.weight", packed(dice, size, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
 
     def norm(name: str, size: int) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
@@ -97,7 +97,7 @@ def _write_keys(writer: Any, shape: Shape, mixture: bool) -> None:
         writer.add_expert_feed_forward_length(shape.inner)
 
 
-def _packed(dice: np.random.Generator, size: tuple[int, ...], kind: str) -> np.ndarray:
+def packed(dice: np.random.Generator, size: tuple[int, ...], kind: str) -> np.ndarray:
     """Returns random blocks whose numbers are small enough for deep models to stay finite."""
     numbers, length = BLOCKS[kind]
     blocks = dice.integers(0, 256, (*size[:-1], size[-1] // numbers, length), np.uint8)

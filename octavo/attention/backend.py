@@ -76,8 +76,10 @@ def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def load_backend(name: str, device: Device = "cpu") -> type[AttentionBackend]:
-    return import_backend(next(each for each in BACKENDS if each.name == name and device in each.devices))
+def load_backend(name: str, device: Device = "cpu", deterministic: bool = False) -> type[AttentionBackend]:
+    """`deterministic`: on a GPU, the one whose bits do not depend on the schedule"""
+    here = (each for each in BACKENDS if each.name == name and device in each.devices)
+    return import_backend(next(each for each in here if each.deterministic == deterministic))
 
 
 def import_backend(capabilities: Capabilities) -> type[AttentionBackend]:

@@ -28,6 +28,7 @@ class Capabilities:
     paged: bool = True  # if not, every row has its own region
     splits_context: bool = False  # whether ranks that share a context can use its kernels
     in_teams: bool = False  # whether it reads shared keys in cascade (shared-prefix) groups (`ForwardBatch.teams`)
+    deterministic: bool = False  # whether a row's bits do not depend on the other rows, nor on chunks and prefix hits
     verified: bool = True  # whether "contiguous" on the same device computes the same bits over a contiguous cache
 
     def over_context(self) -> "Capabilities":
@@ -37,12 +38,15 @@ class Capabilities:
 
 BEFORE_THE_CACHE = frozenset({"no_rotation", "partial_rotation", "whole_norm"})  # `write_kv` of `kernels/ops.py` has them on every device
 ALL = BEFORE_THE_CACHE | {"window", "soft_cap", "sinks", "alibi"}
+IN_TORCH = ALL | {"output_gate"}  # the gate is a separate operation behind attention
+EVERY_MIXER = ("attention", "delta_net")  # a recurrent mixer has no backend: it computes beside attention with the same batch
 
 CPU = Capabilities(
     name="cpu",
     implementation="octavo.attention.cpu:CpuBackend",
     devices=("cpu",),
-    features=ALL,
+    features=IN_TORCH,
+    mixers=EVERY_MIXER,
     dtypes=("float32", "bfloat16", "float16"),  # the last one only for the native program's own kernels
     cache_dtypes=("float32", "bfloat16", "float16", "int8"),
     splits_context=True,
@@ -63,7 +67,8 @@ CONTIGUOUS = Capabilities(
     name="contiguous",
     implementation="octavo.attention.contiguous:ContiguousBackend",
     devices=("cpu",),
-    features=ALL,
+    features=IN_TORCH,
+    mixers=EVERY_MIXER,
     dtypes=("float32", "bfloat16"),
     cache_dtypes=CPU.cache_dtypes,
     paged=False,
@@ -79,6 +84,10 @@ TRITON_REGIONS = Capabilities(
     paged=False,
     in_teams=True,
 )
+INVARIANT = replace(TRITON, implementation="octavo.attention.triton:InvariantBackend", in_teams=False, deterministic=True)
+INVARIANT_REGIONS = replace(
+    TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", in_teams=False, deterministic=True
+)
 FLASHINFER = Capabilities(
     name="flashinfer",
     implementation="octavo.attention.flashinfer:FlashInferBackend",
@@ -90,5 +99,5 @@ FLASHINFER = Capabilities(
     verified=False,
 )
 
-PREFERRED: dict[Device, tuple[Capabilities, ...]] = {"cpu": (CPU,), "cuda": (TRITON,)}  # with `auto`, the first that fits
-BACKENDS = (CPU, TRITON, CONTIGUOUS, TRITON_REGIONS, FLASHINFER)  # all, which can be named
+PREFERRED: dict[Device, tuple[Capabilities, ...]] = {"cpu": (CPU,), "cuda": (TRITON, INVARIANT)}  # with `auto`, the first that fits
+BACKENDS = (CPU, TRITON, INVARIANT, CONTIGUOUS, TRITON_REGIONS, INVARIANT_REGIONS, FLASHINFER)  # all, which can be named

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.step.shared_keys import NOTHING, SharedKeys
+from octavo.step.step_tensors import StepStates
 from octavo.step.team_words import Teams
 
 Cache = dict[str, Tensor]  # the buffers of one layer: only a mixer knows their names
@@ -44,6 +45,7 @@ class ForwardBatch:
     stream: Tensor | None = None  # [T, hidden], of the previous stage; None: the tokens are embedded
     shared: SharedKeys = NOTHING  # keys shared by rows with one query; backends without support read them row by row
     teams: Teams | None = None  # the same on a device
+    states: StepStates | None = None  # the state slots of each row, for recurrent layers
     by_layer: Sequence["ForwardBatch"] = ()  # with several cache groups: the batch of each layer's group
 
     @property

@@ -22,7 +22,7 @@ class MixerSpec(Protocol):
 
     @property
     def kind(self) -> str:
-        """For programs that support only some mixers: "attention"."""
+        """For programs that support only some mixers: "attention" or "delta_net"."""
 
     @property
     def window(self) -> int | None:
@@ -49,6 +49,9 @@ class MixerSpec(Protocol):
 
     def buffers(self, dtype: str) -> dict[str, Buffer]:
         """The buffers that a layer stores per token, in a cache of this dtype."""
+
+    def state(self) -> dict[str, Buffer]:
+        """The buffers that a layer stores per sequence: none, unless the mixer is recurrent."""
 
     def step_bytes(self, load: StepLoad, dtype: str, cache_dtype: str) -> int:
         """The peak bytes of the plain torch kernels in a layer."""

@@ -37,6 +37,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False  # a score falls by the slope of its head (`alibi_slopes`) for each token between query and key
+    output_gate: bool = False  # the result is multiplied by the sigmoid of a fourth projection, before the output projection
     context_ranks: int = 1  # ranks with the same k and v heads, each for some of the tokens, and with different q heads
 
     kind: ClassVar[str] = "attention"
@@ -52,6 +53,7 @@ class AttentionSpec:
             "partial_rotation": self.rope is not None and self.rotated < self.head_dim,
             "whole_norm": self.qk_norm == "whole",
             "alibi": self.alibi,
+            "output_gate": self.output_gate,
             "context_parallel": self.context_ranks > 1,
         }
         return tuple(name for name, wanted in needed.items() if wanted)
@@ -71,8 +73,9 @@ class AttentionSpec:
 
     @property
     def projections(self) -> dict[str, int]:
-        """The parts of the product that computes q, k and v, and their widths."""
-        return {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
+        """The parts of the product that computes q, k and v, and the gate if there is one, and their widths."""
+        gate = {"gate": self.q_size} if self.output_gate else {}
+        return {"q": self.q_size, "k": self.kv_size, "v": self.kv_size, **gate}
 
     @property
     def normed(self) -> tuple[int, int]:
@@ -105,19 +108,24 @@ class AttentionSpec:
             buffers |= {"k_scale": scale, "v_scale": scale}
         return buffers
 
+    def state(self) -> dict[str, Buffer]:
+        return {}
+
     def step_bytes(self, load: StepLoad, dtype: str, cache_dtype: str) -> int:
         """The larger of two: rotating q, or attention with the keys and values that it gathers.
 
         Rows that share a prefix gather it only once; the count assumes that they share none.
         """
         item, q, kv = ITEM_BYTES[dtype], self.q_size, self.kv_size
-        projected = (q + 2 * kv) * item
+        gate = q * item if self.output_gate else 0  # held until the end, when its sigmoid is held in addition to the result
+        projected = (q + 2 * kv) * item + gate
         normed = (q + kv) * item if self.qk_norm else 0
         turning = 3 * q * FLOAT32 if item < FLOAT32 else 2 * q * FLOAT32  # a copy in float32, two halves, and the result
         rotate = projected + normed + turning + self.head_dim * FLOAT32
         if self.context_ranks > 1:
             return max(load.tokens * rotate, self._partial_bytes(load, item, ITEM_BYTES[cache_dtype]))
-        queries = (3 * q + 2 * kv) * item  # rotated, selected for a group, room for the result; new keys and values contiguous (measured)
+        # rotated, selected for a group, room for the result; new keys and values contiguous (measured)
+        queries = (3 * q + 2 * kv) * item + 2 * gate
         scores = load.tokens * load.context  # elements of a mask, which is built from one-byte flags
         gathered = self.gathered_bytes(dtype, cache_dtype) * load.gathered
         attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
@@ -162,7 +170,8 @@ class AttentionSpec:
         """
         of_group = 5 * self.context_ranks * self.q_size if self.context_ranks > 1 else self.q_size
         of_torch = 6 * self.q_size if {"partial_rotation", "whole_norm"} & {*self.features} else 0
-        return self.q_size + 2 * self.kv_size + of_group + self.q_size + of_torch
+        gates = 2 * self.q_size if self.output_gate else 0
+        return self.q_size + 2 * self.kv_size + of_group + self.q_size + of_torch + gates
 
     def gpu_step_bytes(self, rows: int) -> int:
         """The work items of decode attention, the partial results of split contexts, and those of shared-prefix groups, in float32."""

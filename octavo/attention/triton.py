@@ -5,17 +5,25 @@
 equal bits. For CPU tensors the reference kernels run.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from octavo.attention.backend import QKNorm, Rope
-from octavo.attention.capabilities import TRITON, TRITON_REGIONS, Capabilities
+from octavo.attention.capabilities import INVARIANT, INVARIANT_REGIONS, TRITON, TRITON_REGIONS, Capabilities
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
+from octavo.kernels.ops import (
+    decode_attention_parts,
+    decode_shares,
+    few_rows,
+    invariant_attention,
+    invariant_shares,
+    paged_attention,
+    write_kv,
+)
 from octavo.step.share_words import DecodeShares
 
 
@@ -25,14 +33,19 @@ class Shares:
     Rows with a window do not use shared-prefix groups: each would see different keys.
     """
 
-    def __init__(self, batch: ForwardBatch) -> None:
-        self._rows, self._teams = (batch.query_start, batch.context_len), batch.teams
+    def __init__(self, batch: ForwardBatch, invariant: bool = False) -> None:
+        self._rows, self._teams, self._invariant = (batch.query_start, batch.context_len), batch.teams, invariant
         self._by_window: dict[int | None, DecodeShares | None] = {}
 
     def of(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
         if window not in self._by_window:
-            self._by_window[window] = decode_shares(*self._rows, k_cache, window, self._teams if window is None else None)
+            self._by_window[window] = self._divided(window, k_cache)
         return self._by_window[window]
+
+    def _divided(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
+        if self._invariant:
+            return invariant_shares(*self._rows, k_cache, window)
+        return decode_shares(*self._rows, k_cache, window, self._teams if window is None else None)
 
 
 class TritonBackend:
@@ -120,6 +133,54 @@ class TritonRegions:
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, regions.slots, regions.blocks,
             batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
+
+
+# -- the same with the kernels of `deterministic`: a row has the same bits beside any others, in any chunks and after any prefix hit
+
+
+class InvariantBackend:
+    capabilities: ClassVar[Capabilities] = INVARIANT
+    write = TritonBackend.write
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec, self.few_rows = spec, 0
+
+    @staticmethod
+    def prepare(batch: ForwardBatch) -> Shares:
+        return Shares(batch, invariant=True)
+
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
+        return _attend_alike(self.spec, q, cache, batch, batch.tables, batch.attention, out, sinks, slopes)
+
+
+class InvariantRegions:
+    capabilities: ClassVar[Capabilities] = INVARIANT_REGIONS
+    write = TritonRegions.write
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec, self.few_rows = spec, 0
+
+    @staticmethod
+    def prepare(batch: ForwardBatch) -> Regions:
+        return replace(TritonRegions.prepare(batch), shares=Shares(batch, invariant=True))
+
+    def attend(
+        self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
+    ) -> Tensor:
+        regions: Regions = batch.attention
+        return _attend_alike(self.spec, q, cache, batch, regions.of_rows, regions.shares, out, sinks, slopes, paged=False)
+
+
+def _attend_alike(
+    spec: AttentionSpec, q: Tensor, cache: Cache, batch: ForwardBatch, tables: Tensor, shares: Shares, out: Tensor, sinks: Tensor | None,
+    slopes: Tensor | None, paged: bool = True,
+) -> Tensor:  # fmt: skip
+    return invariant_attention(
+        q, cache["k"], cache["v"], tables, batch.query_start, batch.context_len, spec.scale, out, batch.max_query,
+        cast(DecodeShares, shares.of(spec.window, cache["k"])), spec.window, paged, spec.soft_cap, sinks, slopes,
+    )  # fmt: skip
 
 
 def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from octavo.outputs import TextDelta
 
 CONTEXT_FULL = "context_length_exceeded"  # the code of an error
+STATE_WORDS = {"no_state": "no state was kept after the rest of them", "state_evicted": "the next state was evicted"}
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class AnswerStats:
         self.prompt_tokens: int | None = None
         self.tokens = 0
         self.cached_tokens: int | None = None
+        self.common_tokens = 0  # more than the cached ones if no state of a recurrent model was kept for the rest
         self.hit_reason: str | None = None
         self.work = ""  # a line about what the engine did
         self.first_token = self.seconds = 0.0
@@ -57,7 +59,9 @@ class AnswerStats:
         rate = f", {(self.tokens - 1) / later:.1f} tokens/s" if self.tokens > 1 else ""
         lines = [f"answer  {self.tokens} tokens in {self.seconds:.2f} s: first after {self.first_token:.2f} s{rate}"]
         if self.prompt_tokens is not None and self.cached_tokens is not None:
-            reason = "" if self.hit_reason is None else f" ({self.hit_reason})"
+            rest = STATE_WORDS.get(self.hit_reason or "", "") if self.common_tokens > self.cached_tokens else ""
+            more = f": {self.common_tokens} were in the cache, but {rest}" if rest else ""
+            reason = "" if self.hit_reason is None else f" ({self.hit_reason}{more})"
             lines.append(f"prompt  {self.prompt_tokens} tokens, {self.cached_tokens} of them cached{reason}")
         return [*lines, self.work] if self.work else lines
 
@@ -173,7 +177,7 @@ class LocalAnswers:
             raise RequestError("there is no room for an answer", "messages", CONTEXT_FULL)
         stats.prompt_tokens = len(ids)
         splitter, most_held = ReasoningSplitter(prompt), 0
-        with closing(self._llm.stream(ids, self._params)) as stream:
+        with closing(self._llm.stream_chat(messages, self._params)) as stream:
             for delta in stream:
                 pool = self._llm.stats()
                 most_held = max(most_held, pool.num_blocks - 1 - pool.free_blocks)
@@ -188,6 +192,7 @@ def _note_delta(stats: AnswerStats, delta: "TextDelta", work: str) -> None:
     stats.work = work
     if delta.life is not None:
         stats.cached_tokens, stats.hit_reason = delta.life.cached_tokens, delta.life.hit_reason
+        stats.common_tokens = delta.life.common_tokens
 
 
 # -- answers of a running server
@@ -262,6 +267,6 @@ def _note_event(stats: AnswerStats, event: dict[str, Any]) -> None:
         stats.prompt_tokens, stats.tokens = usage.get("prompt_tokens"), usage.get("completion_tokens", stats.tokens)
         stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if timings := event.get("timings"):
-        stats.hit_reason = timings.get("hit_reason")
+        stats.hit_reason, stats.common_tokens = timings.get("hit_reason"), timings.get("common_tokens", 0)
         spans = ", ".join(f"{name} {timings[f'{name}_ms']:.0f} ms" for name in ("queue", "prefill", "decode") if f"{name}_ms" in timings)
         stats.work = f"server  {spans}"

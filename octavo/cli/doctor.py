@@ -15,7 +15,7 @@ from octavo.config import VARIABLES
 from octavo.errors import nearest
 from octavo.loading.names import INSTALL
 from octavo.platforms import platform_note
-from octavo.sizing.memory_plan import default_pool_bytes
+from octavo.sizing.cache_size import default_pool_bytes
 from octavo.worker.device import TOOLS, choose_device, missing, torch_refusal
 from octavo.worker.machine import fast_dtype
 

@@ -17,10 +17,11 @@ from octavo.cli.in_out import add_report_flag, can_show, check_target, write_rep
 from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.names import NAME
+from octavo.policy.cache_spec import slot_bytes
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Html, Report, Section, paragraph, pictured, table
 from octavo.server_config import check_setting
-from octavo.sizing.auto import resolved, suited
+from octavo.sizing.auto import resolved, suited, with_room_for_states
 from octavo.sizing.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
 from octavo.sizing.model_size import Codes
 from octavo.worker.backends import Run, choose_backends
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "revision", "hf_overrides", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
-    "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size",
+    "gpu_memory_utilization", "state_cache_share", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size",
     "decode_context_parallel_size", "enable_expert_parallel", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native",
     "cpu_isa",
 )  # fmt: skip
@@ -75,13 +76,17 @@ def run(args: argparse.Namespace) -> int:
     choose_backends(Run(config, dtype, config.device), whole.model)
     shapes = whole.stages(config.pipeline_parallel_size)
     all_needs = [shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device) for shape in shapes]
-    plans = plan_stages(all_needs, config, _memory(config, args.memory, args.data_parallel_size))
+    memory = _memory(config, args.memory, args.data_parallel_size)
+    config, why = with_room_for_states(config, requested, max(all_needs, key=lambda one: slot_bytes(one.specs)), memory)
+    plans = plan_stages(all_needs, config, memory)
     stages = [_stage(layers, plan) for layers, plan in zip(whole.stage_layers(len(plans)), plans)]
     most = fullest(plans)
     shape, needs, plan = shapes[most], all_needs[most], plans[most]
     head = plan_head(shape, needs, config, level)
     if args.data_parallel_size > 1:
         head += f"\n  one of {args.data_parallel_size} engines"
+    if why is not None:
+        head += f"\n  {why}"
     if len(stages) > 1:
         head += "".join(f"\n  stage {number}: {stage}" for number, stage in enumerate(stages))
     if args.json:
@@ -165,6 +170,9 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "other_processes_bytes": plan.memory.others,
         "kv_cache_dtype": needs.kv_cache_dtype,
         "kv_bytes_per_token": geometry.bytes_per_token,
+        "state_bytes": geometry.state_bytes,
+        "state_slots": max(geometry.num_states - 1, 0),
+        "state_checkpoints": _kept_states(config, plan),
         "num_blocks": geometry.num_blocks,
         "block_size": geometry.block_size,
         "max_model_len": geometry.max_model_len,
@@ -225,20 +233,28 @@ def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
         whole = f" (--gpu-memory-utilization {config.gpu_memory_utilization}{share})"
     own = [*(["CUDA and its libraries"] if on_gpu else []), *(["Python, libraries, tokenizer"] if memory.unified or not on_gpu else [])]
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
-    active = needs.model.active_parameters
+    active, rows, checkpoints = needs.model.active_parameters, config.max_num_seqs, _kept_states(config, plan)
+    state, of_cache, of_rows = f"states of {shown(geometry.state_bytes)}", *(n * geometry.state_bytes for n in (checkpoints, 2 * rows))
     return [
         *([("active parameters", f" {active:,}", "of each token")] if active < needs.model.num_parameters else []),
         ("weights", shown(use.weights), stored(shape, needs, config)),
         *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
         ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; allocated as it is used"),
-        ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
+        *([("", shown(of_cache), f"of it {checkpoints:,} {state} for prompts to continue from")] if of_cache else []),
+        ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {rows:,} sequences"),
         *([("graphs", shown(use.graphs), "CUDA graphs, estimated")] if use.graphs else []),
-        ("rows", shown(use.rows), f"{config.max_num_seqs:,} sequences of {geometry.max_model_len:,} tokens: ids and block tables"),
+        ("rows", shown(use.rows), f"{rows:,} sequences of {geometry.max_model_len:,} tokens: ids and block tables"),
+        *([("", shown(of_rows), f"of it {2 * rows:,} {state}, two of each sequence")] if of_rows else []),
         ("other", shown(use.other), "; ".join(own)),
         ("total", shown(use.total), f"of {shown(memory.total)}{whole}{held}"),
         ("context length", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
         ("at that length", f"{plan.concurrency:,.1f}", "sequences at the same time"),
     ]
+
+
+def _kept_states(config: ResolvedConfig, plan: MemoryPlan) -> int:
+    """Returns how many state slots are for checkpoints: those beside the null slot and the two of each row."""
+    return max(plan.geometry.num_states - 1 - 2 * config.max_num_seqs, 0)
 
 
 def plan_sizes(plan: MemoryPlan) -> dict[str, int]:

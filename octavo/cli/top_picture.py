@@ -95,6 +95,7 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
         f"waiting {len(state.seqs) - running}",
         f"KV cache {used / max(len(kinds), 1):.0%}",
         *([f"pinned {pinned:,} blocks"] if pinned else []),
+        *(["states {1:,} live, {2:,} kept of {0:,}".format(*state.states)] if state.states else []),
         f"prompt {prompt:,.0f} tok/s",
         f"output {output:,.0f} tok/s",
         f"cache hits {counts.found / counts.queried:.0%}" if counts.queried else "cache hits -",

@@ -1,4 +1,7 @@
-"""`octavo verify` runs a model with a contiguous cache beside the paged one, and compares them bit for bit in every step."""
+"""`octavo verify` runs a model with a contiguous cache beside the paged one, and compares them bit for bit in every step.
+
+With --schedules, `cli/verify_schedules.py` compares the answers of the model under random schedules instead.
+"""
 
 import argparse
 import sys
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cli.args import MODEL_HELP, add_engine_flags, engine_config
 from octavo.cli.in_out import add_report_flag, check_target, write_report
+from octavo.cli.verify_schedules import MOST_SCHEDULES, run_schedules
 from octavo.report.charts import strip
 from octavo.report.document import Report, Section, paragraph, pictured, table
 from octavo.worker.machine import this_machine
@@ -14,7 +18,7 @@ from octavo.worker.machine import this_machine
 if TYPE_CHECKING:
     from octavo.engine.verify import Verified
 
-DEFAULT_REQUESTS = 40
+DEFAULT_REQUESTS, DEFAULT_SCHEDULED = 40, 12  # the second: with --schedules, which runs them many times
 LEAST_REQUESTS = 12  # with fewer, a case such as an eviction may not happen (tried with block sizes 1 to 256, both depths, many seeds)
 MOST_REQUESTS = 100_000
 CASES = "a prefix hit, a fork, a copy on write, a preemption, an eviction and a beam search"
@@ -23,6 +27,7 @@ EXAMPLES = """examples:
   octavo verify Qwen/Qwen3-0.6B              a model of the hub
   octavo verify -tp 2                        split over two processes, each with a proof of its own
   octavo verify --report proof.html          the result as a page with pictures
+  octavo verify --schedules 10               the same answers alone and under 10 random schedules, with --seed 1 under others
 
 Exit code 0: all values are equal. 1: the first difference is shown."""
 # The flags of the engine that a user may set. The schedule sets the others.
@@ -36,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] [MODEL]"
     parser.epilog = EXAMPLES
     parser.add_argument("words", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    text = f"number of requests, at least {LEAST_REQUESTS} (default: {DEFAULT_REQUESTS})"
-    parser.add_argument("--requests", type=_count, metavar="N", default=DEFAULT_REQUESTS, help=text)
+    text = f"number of requests, at least {LEAST_REQUESTS} (default: {DEFAULT_REQUESTS}, with --schedules {DEFAULT_SCHEDULED})"
+    parser.add_argument("--requests", type=_count, metavar="N", help=text)
+    text = "run the requests alone and under N random schedules, and compare ids and logprobs bit for bit, instead of the caches"
+    parser.add_argument("--schedules", type=_schedules, metavar="N", help=text)
     add_report_flag(parser)
     add_engine_flags(parser, only=SETTINGS)
 
@@ -49,22 +56,31 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _schedules(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MOST_SCHEDULES:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to {MOST_SCHEDULES}, got {text[:40]!r}")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.words)  # before torch loads: --show-config ends here
     check_target("--report", args.report)
+    if args.schedules is not None:
+        return run_schedules(config, args.schedules, args.requests or DEFAULT_SCHEDULED, args.report, args.typed)
     from octavo.engine.verify import verify
     from octavo.errors import VerifyError
     from octavo.loading.resolve import load_model_config, source_of
 
     source = source_of(config)
     model = load_model_config(source)
+    num_requests = args.requests or DEFAULT_REQUESTS
     facts = {"command": args.typed, "model": source.name, "block size": str(config.block_size)}
     results: list[Verified] = []
     failure: str | None = None
     for depth in (1, 2):
         print(f"verifying {source.name}, pipeline depth {depth} ...", file=sys.stderr)
         try:
-            results.append(verify(config, source, model, depth, args.requests))
+            results.append(verify(config, source, model, depth, num_requests))
         except VerifyError as error:
             failure = f"NOT VERIFIED at pipeline depth {depth}: {error}"
             break
@@ -79,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 LABEL, COLUMN = 32, 16  # widths in characters
 COMPARED = (
     "In every layer of every step each sequence is gathered through its block table, and must be, bit for bit, what a contiguous cache "
-    "kept beside it holds; the same attention over both must give the same bits."
+    "kept beside it holds; the same attention over both must give the same bits. So must the states of recurrent layers."
 )
 SCHEDULE = "What paging was put through: a mark for each step in which it happened, taller where it happened more often, and the sum."
 
@@ -102,10 +118,22 @@ def verified_lines(results: "Sequence[Verified]") -> list[list[str]]:
         ("blocks shared", [r.pool.shared for r in results]),
         ("blocks copied on write", [r.compared.copies for r in results]),
         ("blocks evicted", [r.pool.evicted for r in results]),
+        *(_states(results) if results[0].states is not None else []),
         *((f"values compared by rank {rank}", [r.other_ranks[rank] for r in results]) for rank in results[0].other_ranks),
     ]
     head = ["", *(f"depth {r.depth}" for r in results)]
     return [head, *([label, *(f"{value:,}" for value in values)] for label, values in rows)]
+
+
+def _states(results: "Sequence[Verified]") -> list[tuple[str, list[int]]]:
+    """Returns what was compared of a recurrent model."""
+    counts = [(r.compared, r.states) for r in results if r.states is not None]
+    return [
+        ("state values, bit for bit", [compared.state_values for compared, _ in counts]),
+        ("states kept", [states.kept for _, states in counts]),
+        ("rows begun with a kept state", [compared.restored for compared, _ in counts]),
+        ("kept states evicted", [states.evicted for _, states in counts]),
+    ]
 
 
 def verified_text(name: str, block_size: int, results: "Sequence[Verified]") -> str:

@@ -26,6 +26,8 @@ from octavo.policy.block_pool import BlockKey, BlockPool, Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
+from octavo.policy.state_pool import OnStateEvent, StateEvent
+from octavo.policy.states import States
 from octavo.sizing.auto import most_pinned, resolved
 from octavo.sizing.memory_plan import plan_memory
 from octavo.text.tokenizer import Tokenizer
@@ -82,6 +84,7 @@ class Started:
     on_event: OnEvent | None = None
     roster: Roster = field(default_factory=Roster)
     weights: bytes = b""  # identifies the weights; empty: there are none
+    on_state_event: OnStateEvent | None = None
 
 
 def build_engine(
@@ -119,12 +122,13 @@ def _start_model(
         watch = Stopwatch()
         if config.num_ranks > 1:
             return _start_ranks(config, source, model, debug, compilers, on_lost, share)
-        facts = replace(settle(config, source, model, debug, _alone(debug)), engines=share.engines)
+        facts = settle(config, source, model, debug, _alone(debug), share.engines)
         share.check_weights(facts)
         geometry = facts.plan_cache()
         runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
-    return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None, share)
+    start = started(facts, geometry, runner, _poison_taken(runner) if debug.check else None, share)
+    return replace(start, on_state_event=_poison_taken_state(runner) if debug.check else None)
 
 
 def _start_ranks(
@@ -148,7 +152,7 @@ def open_ranks(
 
     meeting = _meeting(config, debug)
     try:
-        facts = replace(settle(config, source, model, debug, meeting.place), engines=share.engines)
+        facts = settle(config, source, model, debug, meeting.place, share.engines)
         share.check_weights(facts)
         build = partial(build_proven, facts, debug=debug, compilers=compilers, verify=verify)
         return facts, with_ranks(facts, meeting, build, on_lost, verify)
@@ -197,7 +201,8 @@ def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
     numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size} {config.expert_ranks}"
     overrides = json.dumps(config.hf_overrides, sort_keys=True)
     positions = facts.positions(geometry.max_model_len)
-    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers, overrides, positions
+    kernels = f"{facts.kernels} {facts.on_device and config.deterministic}"
+    made = __version__, facts.source.name, dtypes, kernels, config.kv_cache_layout, config.quantization, numbers, overrides, positions
     return b"\0".join([weights, *(one.encode() for one in made)])
 
 
@@ -212,6 +217,19 @@ def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
     def on_event(event: Event, block: int, key: BlockKey | None) -> None:
         if event == "take":
             poison(caches, block)
+
+    return on_event
+
+
+def _poison_taken_state(runner: "ModelRunner") -> OnStateEvent:
+    """As `_poison_taken`, for state slots."""
+    from octavo.worker.kv_store import poison
+
+    states = runner.store.states
+
+    def on_event(event: StateEvent, slot: int, key: bytes | None) -> None:
+        if event == "take":
+            poison(states, slot)
 
     return on_event
 
@@ -231,15 +249,21 @@ def assemble(
 ) -> EngineCore:
     """Builds the pool, KV manager, scheduler and step loop around a ready runner."""
     config, geometry = started.config, started.geometry
+    caching = config.enable_prefix_caching
+    states = None
+    if geometry.num_states:
+        sizes = geometry.num_states, config.max_num_seqs, geometry.block_size, geometry.max_model_len
+        states = States(*sizes, caching, started.on_state_event)
     kv = KVManager(
         BlockPool(geometry.num_blocks, started.on_event),
         geometry.block_size,
-        caching=config.enable_prefix_caching and not geometry.state_bytes,  # blocks do not hold the state after their tokens
+        caching=caching,
         key=started.key,
         identity=started.identity,
         force_miss=debug.cache_force_miss,
         groups=geometry.groups,
         step_tokens=config.max_num_batched_tokens,
+        states=states,
     )
     limits = Limits(
         max_num_seqs=config.max_num_seqs,

@@ -183,7 +183,7 @@ class Loop:
         elif isinstance(command, Abort):
             core.abort(command.request_id, command.index)
         elif isinstance(command, ResetPrefixCache):
-            core.scheduler.kv.pool.forget()
+            core.scheduler.kv.forget()
         elif isinstance(command, Unpin):
             core.unpin(command.pin_id)
         elif isinstance(command, Gone):
@@ -231,7 +231,9 @@ def serve(spawn: SpawnConfig) -> None:
     cache_updates = CacheUpdates(kv.pool) if spawn.engines > 1 else None
     loop = Loop(core, router, spawn.queue_timeout, view, spawn.step_seconds, cache_updates)
     limits, digests = core.scheduler.limits, kv.digests
-    facts = EngineFacts(source.name, spawn.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights)
+    facts = EngineFacts(
+        source.name, spawn.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights, kv.keeps_states
+    )
     router.ready(facts, loop.status(busy=False), core.roster.numbers)
     gc.freeze()  # what is allocated now stays, so the collector need not visit it again
     try:

@@ -345,7 +345,8 @@ class Replica:
         self._link.forget()
         self.view.begin_again()
         self.state = "dead"
-        self.stats = replace(self.stats, running=0, waiting=0, free_blocks=self.stats.num_blocks - 1, pinned_blocks=0)
+        free = self.stats.num_blocks - 1
+        self.stats = replace(self.stats, running=0, waiting=0, free_blocks=free, pinned_blocks=0, held_states=0, checkpoints=0)
         self._frontend.on_down(self, reason)
 
     def _on_stays_dead(self, error: OctavoError) -> None:

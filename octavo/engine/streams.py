@@ -121,9 +121,7 @@ class Stream:
 
     def resume(self, outputs: dict[int, list[int]]) -> None:
         """Prepares the request to continue in another engine. `outputs`: the tokens so far of each sample that has not ended."""
-        params = self.request.params
-        is_fresh = len(outputs) == params.n and not any(outputs.values())
-        self.request = replace(self.request, outputs=None if is_fresh else outputs)
+        self.request = self.request.resumed(outputs)
         self.resumed += 1
         self.full.clear()  # a request that moves is never refused
         self._life_before = self._life or LifeRecord(self._begun)
@@ -142,6 +140,7 @@ class Stream:
                 preemptions=before.preemptions + life.preemptions,
                 recomputed_tokens=before.recomputed_tokens + life.recomputed_tokens + max(0, again),
                 cached_tokens=before.cached_tokens if before.hit_reason else life.cached_tokens,
+                common_tokens=before.common_tokens if before.hit_reason else life.common_tokens,
                 pinned_tokens=before.pinned_tokens if before.hit_reason else life.pinned_tokens,
                 hit_reason=before.hit_reason or life.hit_reason,
                 hit_group=before.hit_group if before.hit_reason else life.hit_group,

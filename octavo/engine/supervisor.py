@@ -184,10 +184,10 @@ class Supervisor:
             with suppress(BrokenPipeError):
                 os.write(process.stdin.fileno(), msgspec.json.encode(spawn) + b"\n")
             await ended
-            self._end_group()
-            await asyncio.to_thread(process.wait)  # the system may need a second to free a large process
-        finally:
+        finally:  # also if this task is cancelled
             loop.remove_reader(out)
+            self._end_group()
+            await asyncio.to_thread(process.wait)  # the system may need seconds to free a large process
             self._reap()
         return bytes(output)
 

@@ -1,8 +1,8 @@
 """`octavo verify`: a stress schedule on a real model; the shadow compares every step bit for bit.
 
 A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after the end of a
-block, are answered by beam search, and are computed in chunks. At pipeline depth 1 sequences have drafts, which are mostly wrong. A run in
-which one of these did not happen fails: it proves too little.
+block, are answered by beam search, and are computed in chunks. At pipeline depth 1 sequences have drafts, which are mostly wrong, unless
+the model is recurrent: then few states are kept, found and evicted. A run in which one of these did not happen fails: it proves too little.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from random import Random
 from octavo.config import Debug, EngineConfig, debug_from_environment
 from octavo.engine.build import Started, assemble, open_ranks, started
 from octavo.engine.core import EngineCore
+from octavo.engine.schedule_runs import with_checkpoints
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import ModelShape
@@ -23,12 +24,14 @@ from octavo.policy.block_pool import PoolCounts
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import blocks_for
 from octavo.policy.drafts import Draft
+from octavo.policy.state_pool import StateCounts
 from octavo.sampling_params import SamplingParams
 from octavo.worker.build import build_proven
 from octavo.worker.compilers import Compilers
 from octavo.worker.device import compilers_for
 from octavo.worker.facts import Facts, settle
-from octavo.worker.shadow import Compared, Shadow, happened
+from octavo.worker.shadow import Shadow, happened, state_happened
+from octavo.worker.twice import Compared
 
 BLOCKS_FOR_LONGEST = 8  # blocks that the longest request may fill
 NUM_ROWS = 12  # on a GPU, rows read shared keys together in steps of more than 8
@@ -51,6 +54,7 @@ class Verified:
     kv_cache_dtype: str
     kernels: str  # kernels that were compared
     schedule: dict[str, list[int]]  # how often each event happened in each step
+    states: StateCounts | None = None  # checkpoints of a recurrent model
     other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank except the first has compared
 
 
@@ -118,7 +122,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     with compilers_for(config.device) as compilers:
         start, facts, shadow, others = _open(config, source, model, debug, compilers)
     core = assemble(start, model, debug)
-    if depth == 1:  # at depth 2 a sequence with drafts would never be in two steps
+    if depth == 1 and core.scheduler.kv.states is None:  # at depth 2 a sequence with drafts is never in two steps; states are not cut
         core.scheduler.drafts.source = random_drafts(model.vocab_size, config.seed)
     requests = stress_requests(num_requests, size, model.vocab_size, config.seed, beam_width(groups))
     try:
@@ -141,6 +145,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         kv_cache_dtype=facts.needs.kv_cache_dtype,
         kernels=facts.kernels,
         schedule=schedule,
+        states=None if scheduler.kv.states is None else scheduler.kv.states.pool.counts,
         other_ranks=dict(sorted(others.items())),
     )
     _demand_stress(verified, size)
@@ -158,10 +163,11 @@ def _open(
         assert ranked.shadow is not None
         return started(facts, ranked.geometry, ranked, ranked.on_event), facts, ranked.shadow, ranked.ranks.compared
     facts = settle(config, source, model, debug)
-    geometry = facts.plan_cache()
+    geometry = with_checkpoints(facts.plan_cache(), NUM_ROWS)
     runner, shadow = build_proven(facts, geometry, debug, compilers, verify=True)
     assert shadow is not None
-    return started(facts, geometry, runner, partial(happened, runner=runner, shadow=shadow)), facts, shadow, {}
+    start = started(facts, geometry, runner, partial(happened, runner=runner, shadow=shadow))
+    return replace(start, on_state_event=partial(state_happened, runner=runner, shadow=shadow)), facts, shadow, {}
 
 
 def _run(core: EngineCore, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:
@@ -193,7 +199,9 @@ def _demand_stress(verified: Verified, block_size: int) -> None:
         "beam searches": verified.searches,
         "rejected drafts": verified.compared.rejected,
     }
-    if verified.depth > 1:
+    if verified.states is not None:
+        seen |= {"hits of a state": verified.compared.restored, "evictions of a state": verified.states.evicted}
+    if verified.depth > 1 or verified.states is not None:
         del seen["rejected drafts"]
     if block_size == 1:
         del seen["copies on write"]  # a block of one token is never partially filled, so it is never copied

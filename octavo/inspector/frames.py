@@ -7,6 +7,7 @@ Wanted = Literal["full", "delta", "none"]  # everything, the changes since the l
 BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (1 + its pins), digest, ids so far, since
 StepNumbers = tuple[int, float, float, int, int, int, int, int, int, int, int, int]
 # step, at, ms, prefill_tokens, decode_tokens, rows, running, waiting, used_blocks, preempted, hit_tokens, query_tokens
+StateNumbers = tuple[int, int, int, int]  # state slots of a recurrent model: all, live, checkpoints, pinned checkpoints
 EventWords = tuple[int | float | str, ...]  # step, at, kind, and the fields of that kind
 
 
@@ -30,6 +31,7 @@ class SequenceState:
     table: list[int]
     digests: list[str] | None = None  # of its full blocks, if it has ended
     asked: list[int] | None = None  # of a waiting sequence: the last ids of its prompt, which are in no block yet
+    kept: list[int] | None = None  # of a recurrent model: after how many of its tokens a state is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +45,5 @@ class ViewFrame:
     steps: list[StepNumbers] = field(default_factory=list)
     events: list[EventWords] = field(default_factory=list)
     lost: int = 0
+    states: StateNumbers | None = None  # if they have changed
     error: str = ""  # why this frame is the last one, and empty

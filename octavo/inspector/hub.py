@@ -297,6 +297,7 @@ class ViewHub:
             "steps": self._steps.rows(state.at),
             "events": list(state.events),
             "lost": state.lost,
+            **({"states": state.states} if state.states else {}),
             **({"ranks": state.ranks} if state.ranks else {}),
         }
 

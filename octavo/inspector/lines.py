@@ -79,9 +79,10 @@ def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]
         "events": frame.events,
         "lost": frame.lost,
     }
+    states = {} if frame.states is None else {"states": frame.states}
     if frame.full:
-        return {"kind": "full", "at": frame.at, **parts}
-    return {"kind": "delta", "at": frame.at, **{key: value for key, value in parts.items() if value}}
+        return {"kind": "full", "at": frame.at, **parts, **states}
+    return {"kind": "delta", "at": frame.at, **states, **{key: value for key, value in parts.items() if value}}
 
 
 def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any
         "preemptions": seq.preemptions,
         "from": seq.start,
         "table": seq.table,
+        **({} if seq.kept is None else {"checkpoints": seq.kept}),
         **ended,
         **asked,
     }

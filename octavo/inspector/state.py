@@ -27,6 +27,7 @@ class ViewState:
         self.steps: deque[list[Any]] = deque(maxlen=MOST_STEPS)
         self.events: deque[list[Any]] = deque(maxlen=MOST_EVENTS)
         self.lost = 0
+        self.states: list[int] = []  # state slots of a recurrent model: all, live, checkpoints, pinned checkpoints
         self.ranks: list[list[Any]] = []  # what each rank did last, where there are several
 
     def apply(self, frame: Mapping[str, Any]) -> None:
@@ -61,6 +62,9 @@ class ViewState:
         self.steps.extend(frame.get("steps", ()))
         self.events.extend(frame.get("events", ()))
         self.lost += frame.get("lost", 0)
+        if "states" in frame:
+            slots, live, kept, pinned = map(int, frame["states"])
+            self.states = [slots, live, kept, pinned]
         self.ranks = frame.get("ranks", self.ranks)
 
     def blocks(self, numbers: Iterable[int]) -> list[list[Any]]:

@@ -14,12 +14,13 @@ from collections import deque
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from octavo.inspector.frames import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.inspector.frames import BlockState, EventWords, SequenceState, StateNumbers, StepNumbers, ViewFrame
 from octavo.inspector.history import Contents, StepLog
 from octavo.messages import Ending
 from octavo.policy.block_pool import NULL_BLOCK, Event
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
+from octavo.policy.states import States
 
 MOST_STEPS = 600
 MOST_EVENTS = 2048
@@ -63,8 +64,8 @@ class _Sent:
         return next((at for at, (one, other) in enumerate(zip(old, new)) if one != other), min(len(old), len(new)))
 
 
-def _state_of(seq: Sequence, start: int) -> SequenceState:
-    """Returns the state of a sequence. `start`: the first entry of its first table to send."""
+def _state_of(seq: Sequence, start: int, states: States | None) -> SequenceState:
+    """Returns the state of a sequence. `start`: the first entry of its first table to send. `states`: of a recurrent model"""
     request, life = seq.request, seq.request.life
     asked = None
     if seq.status is Status.WAITING:
@@ -72,6 +73,7 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
     return SequenceState(
         seq.seq_id, request.request_id, seq.index, request.num_samples, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
         seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.tables[0][start:], asked=asked,
+        kept=None if states is None else states.kept_of(seq),
     )  # fmt: skip
 
 
@@ -80,7 +82,8 @@ class Watcher:
         """`log`: the steps so far. Times are counted from `start`. Allocations of blocks are observed since `watched_from`."""
         self.wants = True  # it has requested a frame
         self.due = 0.0  # no frame is sent earlier
-        self._scheduler, self._pool = scheduler, scheduler.kv.pool
+        self._scheduler, self._pool, self._states = scheduler, scheduler.kv.pool, scheduler.kv.states
+        self._sent_states: StateNumbers | None = None
         self._contents, self._log, self._start, self._watched_from = contents, log, start, watched_from
         held = (block for seq in scheduler.running for table in seq.tables for block in table if block != NULL_BLOCK)
         self._owed: dict[int, Place | None] = dict.fromkeys(self._pool.index.values())  # its place in the sequence that fills it
@@ -105,7 +108,7 @@ class Watcher:
         before = self._sent.get(seq.seq_id)
         start = 0 if before is None else before.same_entries(seq, 0)
         links = self._scheduler.kv.groups[0].links
-        self._ended[seq.seq_id] = _state_of(seq, start), reason, seq.digests[links - 1 : seq.num_sealed : links]
+        self._ended[seq.seq_id] = _state_of(seq, start, self._states), reason, seq.digests[links - 1 : seq.num_sealed : links]
         self._ended_entries += len(seq.tables[0])
         while len(self._ended) > MOST_ENDED or (self._ended_entries > ENDED_ENTRIES and len(self._ended) > 1):
             oldest, *_ = self._ended.pop(next(iter(self._ended)))
@@ -126,9 +129,11 @@ class Watcher:
         blocks = self._blocks()
         steps = self._log.rows(at) if self._full else list(self._steps)
         events = list(self._events)
-        if not (self._full or seqs or gone or blocks or steps or events):
+        states = None if self._states is None else _numbers_of(self._states)
+        states, self._sent_states = None if states == self._sent_states else states, states
+        if not (self._full or seqs or gone or blocks or steps or events or states):
             return None
-        frame = ViewFrame(self._full, at, started, blocks, seqs, gone, steps, events, self._lost)
+        frame = ViewFrame(self._full, at, started, blocks, seqs, gone, steps, events, self._lost, states)
         self._steps.clear()
         self._events.clear()
         self._full, self._lost = False, 0
@@ -156,7 +161,7 @@ class Watcher:
             self._mark_table(seq, group, before)
         start = 0 if before is None else before.same_entries(seq, 0)
         self._sent[seq.seq_id] = _Sent.of(seq)
-        return _state_of(seq, start)
+        return _state_of(seq, start, self._states)
 
     def _mark_table(self, seq: Sequence, group: int, before: _Sent | None) -> None:
         """Marks the blocks whose tokens differ from those that were sent."""
@@ -202,6 +207,13 @@ class Watcher:
         seq, group, index = place
         span = self._contents.spans[group]
         return seq.token_ids[index * span : min((index + 1) * span, seq.num_computed)].tolist()
+
+
+def _numbers_of(states: States) -> StateNumbers:
+    """Returns how many state slots there are, and how many of them are live, checkpoints that are not pinned, and pinned ones."""
+    pool = states.pool
+    slots, pinned = pool.num_states - 1, len(pool.pinned)
+    return slots, slots - len(pool.empty) - len(pool.index), len(pool.index) - pinned, pinned
 
 
 def _place(seq: Sequence, block: int) -> Place | None:

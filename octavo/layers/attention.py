@@ -1,4 +1,4 @@
-"""Self-attention over keys and values: the mixer of every shipped model, with its projections around a backend.
+"""Self-attention over keys and values: the mixer of most layers, with its projections around a backend.
 
 The backend implements rotation, cache and softmax. A mixer is called as `mixer(x, cache, batch)`: `cache` has the buffers of its
 layer, whose names only the mixer and its kernels use. `build_rope` creates the tables for the backend's rotation.
@@ -37,7 +37,8 @@ class Attention(nn.Module):
         `norm_dtype`: of their weights, if it is not `dtype`
         """
         super().__init__()
-        self.rope, self.dtype = rope, dtype
+        self.rope, self.dtype, self.output_gate = rope, dtype, spec.output_gate
+        self.widths = [spec.q_size + 2 * spec.kv_size, spec.q_size]  # of q, k and v together, and of the gate if there is one
         self.qkv = MergedLinear(hidden_size, spec.projections, bias[0], scheme, dtype)
         self.output = RowParallelLinear(spec.q_size, hidden_size, bias[1], scheme, dtype, comm)
         self.norms: QKNorm | None = None
@@ -52,9 +53,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Returns the attention of each token [T, heads * head_dim]. The caller applies `output`."""
-        q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
+        projected = self.qkv(x)
+        qkv, gate = projected.split(self.widths, dim=1) if self.output_gate else (projected, None)
+        q = self.backend.write(qkv, self.norms, self.rope, cache, batch)
         mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format), self.sinks, self.slopes)
-        return mixed.flatten(1)
+        return mixed.flatten(1) if gate is None else mixed.flatten(1) * gate.sigmoid()
 
 
 def slopes_of_rank(num_heads: int, comm: Comm) -> Tensor:

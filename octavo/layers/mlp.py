@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
 from octavo.kernels.gates import Activation
-from octavo.kernels.ops import choose_experts, gate_and_mul, gelu, mixture
+from octavo.kernels.ops import choose_experts, gate_and_mul, gelu, invariant_mixture, mixture
 from octavo.layers.linear import Linear, MergedLinear, RowParallelLinear
 from octavo.quant.schemes import Packed, QuantScheme
 
@@ -120,7 +120,8 @@ class Mixture(nn.Module):
         """Like `forward`, for given logits of all experts [T, count]."""
         ids, weights = choose_experts(logits, self.routing.chosen, self.routing.scores, self.routing.normed)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
-        out = mixture(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
+        compute = invariant_mixture if self.experts.gate_up.scheme.invariant else mixture
+        out = compute(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
         if self.shared is not None:
             out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return self.comm.all_reduce(out)

@@ -4,8 +4,7 @@ Names are Hugging Face's (`model.embed_tokens.weight`). Files are mapped, and a 
 headers is checked when the checkpoint is opened.
 """
 
-import mmap
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -22,7 +21,9 @@ from octavo.kernels.cpu.packing import Blocks
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, no_model_folder, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors, weights_in
+from octavo.loading.mapped_file import MappedFile
 from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
+from octavo.models.family import parts_of_gguf
 from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.models.row_order import RowOrder, in_file
 from octavo.models.split import Part
@@ -32,9 +33,6 @@ from octavo.quant.quant_config import OF_CACHE, QuantConfig
 
 WHOLE = Part()
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would accept 100 MB
-AHEAD = 64 * 2**20  # bytes that are read ahead
-KEPT = 256 * 2**20  # bytes of recent tensors that are not released: parts of one matrix are used together
-UNIT = mmap.PAGESIZE  # of memory: the granularity at which the kernel reads and drops
 
 
 class Checkpoint(Protocol):
@@ -226,51 +224,9 @@ class _SafetensorsFile:
 # -- a GGUF file
 
 
-class MappedFile:
-    """A file that is used once, approximately from its beginning to its end, with little of it in memory at a time.
-
-    Data ahead is read from the disk while earlier data is used. Older ranges are released from memory; a view of them stays
-    valid, since its bytes are read again on access.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages: nothing can be written back
-        self._data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._read_to = 0
-        self._handed: deque[range] = deque()
-        self._handed_bytes = 0
-
-    def bytes(self, offset: int, size: int) -> Tensor:
-        """Returns a view, which must not be modified."""
-        self._read_ahead(offset, offset + size)
-        self._give_back_others(range(offset, offset + size))
-        return self._data[offset : offset + size]
-
-    def _read_ahead(self, start: int, end: int) -> None:
-        goes_on = start <= self._read_to <= end + AHEAD
-        start = self._read_to if goes_on else start
-        if end + AHEAD - start >= AHEAD // 2:
-            self._advise(mmap.MADV_WILLNEED, start // UNIT * UNIT, end + AHEAD)
-            self._read_to = end + AHEAD
-
-    def _give_back_others(self, newest: range) -> None:
-        self._handed.append(newest)
-        self._handed_bytes += len(newest)
-        while self._handed_bytes > KEPT and len(self._handed) > 1:
-            oldest = self._handed.popleft()
-            self._handed_bytes -= len(oldest)
-            self._advise(mmap.MADV_DONTNEED, -(-oldest.start // UNIT) * UNIT, oldest.stop // UNIT * UNIT)
-
-    def _advise(self, what: int, start: int, end: int) -> None:
-        """`start`: a multiple of UNIT"""
-        if start < min(end, len(self._map)):
-            self._map.madvise(what, start, min(end, len(self._map)) - start)
-
-
 def _part(tensor: GGUFTensor) -> str:
     """Returns attn_q for blk.0.attn_q.weight."""
-    return tensor.name.split(".")[-2]
+    return parts_of_gguf(tensor.name)[0].rpartition(".")[2]
 
 
 class GGUFCheckpoint:
@@ -306,6 +262,9 @@ class GGUFCheckpoint:
             if order is not None and not order.fits(tensor.shape[0]):
                 rows = f"{tensor.shape[0]} rows, not an even number for each of {order.heads} heads"
                 raise LoadError(f"{self.source}: {tensor.name} has {rows}")
+            columns = self._model.columns.get(_part(tensor))
+            if columns is not None and not (len(tensor.shape) == 2 and columns.fits(tensor.shape[1])):
+                raise LoadError(f"{self.source}: {tensor.name} has shape {list(tensor.shape)}, which is not one of whole heads")
 
     def names(self) -> list[str]:
         return list(self._tensor_of)
@@ -321,30 +280,37 @@ class GGUFCheckpoint:
 
     def check_part(self, name: str, part: Part) -> None:
         tensor = self._tensor_of[name]
-        if tensor.kind not in DENSE and part.columns is not None:
+        if tensor.kind not in DENSE and part.columns is not None and _part(tensor) not in self._model.columns:
             self._in_groups(tensor, part.columns)
 
     def read_part(self, name: str, part: Part) -> Tensor:
         tensor = self._tensor_of[name]
+        columns = self._columns(tensor, part)
         part, places = self._in_file(tensor, part)
         dense = self._dense(tensor, part)
         if plus := self._model.family.rules.plus(name):  # the file already includes it, but a checkpoint returns what a folder contains
             dense = dense.float() - plus
+        if self._model.family.rules.negative_exp(name):
+            dense = (-dense.float()).log()
+        dense = dense if columns is None else dense[:, columns]
         return dense if places is None else dense[places]
 
     def packed_part(self, name: str, part: Part) -> PackedWeight | None:
         tensor = self._tensor_of[name]
         if tensor.kind in DENSE:
             return None
+        columns = self._columns(tensor, part)
         part, places = self._in_file(tensor, part)
         raw, shape = self._quantised(tensor, part)
         weight = fold_gguf(raw, tensor.kind, shape, f"{self.source}: {tensor.name}")
+        if columns is not None:
+            return weight.columns(columns)
         return weight if places is None else weight.rows(places)
 
     def blocks(self, name: str) -> Blocks | None:
         """Returns a quantised matrix in the format of the file, if the native library supports such blocks."""
         tensor = self._tensor_of[name]
-        if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2:
+        if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2 or self._columns(tensor) is not None:
             return None
         n, k = tensor.shape
         order = self._order(tensor)
@@ -354,9 +320,19 @@ class GGUFCheckpoint:
     def _order(self, tensor: GGUFTensor) -> RowOrder | None:
         return self._model.orders.get(_part(tensor))
 
+    def _columns(self, tensor: GGUFTensor, part: Part = WHOLE) -> Tensor | None:
+        """Returns the column of the file for each column of the part; None: in the order of the file. All columns are read."""
+        order = self._model.columns.get(_part(tensor))
+        if order is None:
+            return None
+        places = torch.from_numpy(order.places(tensor.shape[1]))
+        return places if part.columns is None else places[part.columns.start : part.columns.stop]
+
     def _in_file(self, tensor: GGUFTensor, part: Part) -> tuple[Part, Tensor | None]:
         """Returns the part of the file that has these rows, and where each of them is in it; None: in the order of the file"""
         order = self._order(tensor)
+        if _part(tensor) in self._model.columns:
+            part = Part(part.rows)
         if order is None:
             return part, None
         rows, places = in_file(order, tensor.shape[0], part.rows)

@@ -55,6 +55,7 @@ DEFAULT_ALIGNMENT, MIN_ALIGNMENT, MAX_ALIGNMENT = 32, 8, 2**20
 
 MAX_LAYERS = 1024  # as in a config.json
 SINGLE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, which is stored as a vector
+CONVOLUTION = ".ssm_conv1d.weight"  # [channels, 1, width], which is stored as a matrix
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -262,8 +263,12 @@ class _HeaderReader:
 def weights_in(tensor: GGUFTensor, name: str, source: str) -> dict[str, GGUFTensor]:
     """Returns the weights in a tensor by name: one, or one of every expert if `name` has a `*` for their numbers."""
     if "*" not in name:
-        row = tensor.name.endswith(SINGLE_ROW) and len(tensor.shape) == 1
-        return {name: replace(tensor, shape=(1, *tensor.shape)) if row else tensor}
+        shape = tensor.shape
+        if tensor.name.endswith(SINGLE_ROW) and len(shape) == 1:
+            shape = (1, *shape)
+        elif tensor.name.endswith(CONVOLUTION) and len(shape) == 2:
+            shape = (shape[0], 1, shape[1])
+        return {name: replace(tensor, shape=shape)}
     if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS or (Rules.layer(name) or 0) >= MAX_LAYERS:
         raise LoadError(f"{source}: {_shown(tensor.name)} has shape {list(tensor.shape)}, which is not a weight of each expert")
     count, size = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
@@ -280,6 +285,7 @@ class GGUFModel(NamedTuple):
     family: Family
     config: dict[str, Any]
     orders: Mapping[str, RowOrder]  # see `GGUFForm`
+    columns: Mapping[str, RowOrder]
 
 
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
@@ -319,7 +325,8 @@ def read_gguf_model(
     family, form, architecture = gguf_form(metadata, source)
     keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source, factors)
     config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
-    return GGUFModel(family, config, form.orders(architecture, config))
+    columns = {} if form.columns is None else form.columns(architecture, config)
+    return GGUFModel(family, config, form.orders(architecture, config), columns)
 
 
 def config_dict(

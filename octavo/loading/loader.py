@@ -20,6 +20,7 @@ from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.layers.linear import Embedding, Linear, LMHead, MergedLinear
 from octavo.layers.mlp import ExpertStack
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint
+from octavo.loading.views import ReorderedCheckpoint
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
 from octavo.quant.fp8 import Fp8Weight, Quantised, folded, on_device
@@ -171,7 +172,7 @@ class StoredParameters:
 
     def blocks(self, name: str) -> list[Blocks] | None:
         """Returns the parts of a matrix in their GGUF format, if all are quantised, have the same columns and can be packed directly."""
-        if not isinstance(self.checkpoint, GGUFCheckpoint):
+        if not isinstance(self.checkpoint, (GGUFCheckpoint, ReorderedCheckpoint)):
             return None
         found = [self.checkpoint.blocks(self._stored[label]) for label in self._labels(name)]
         parts = [part for part in found if part is not None]

@@ -91,7 +91,8 @@ def stored_weights(
             per_number = 1 if part == "weight" else 32 // quantization.bits
             columns = shape[1] * per_number if part != "qweight" else shape[0] * (1 if quantization.method == "awq" else per_number)
             order = (SOME_ORDER if quantization.desc_act else "") if orders is None else orders.get(module, "")
-            found.append(_packed(source, module, prod(shape) * per_number, columns, quantization, order))
+            held = rules.held_by(module)
+            found += [_packed(source, one, prod(shape) * per_number // len(held), columns, quantization, order) for one in held]
     return tuple(found)
 
 
@@ -102,13 +103,20 @@ def _leaf(name: str) -> str:
 def _unstacked(name: str, kind: str, shape: tuple[int, ...], rules: Rules) -> list[StoredWeight]:
     """Returns the weights in a tensor: one, or one of every expert."""
     named, size, codes = rules.of_gguf(name) or name, prod(shape), GGUF_CODES.get(kind)
-    modules = rules.stacked(name.removesuffix(BLOCKS))
-    if modules is not None and name.endswith(BLOCKS):
+    stack = rules.stacked(name.removesuffix(BLOCKS))
+    if stack is not None and name.endswith(BLOCKS):
         kind, size, codes = "MXFP4", 2 * size, MXFP4_CODES
-    stacked = [named] if "*" in named else [f"{module}.weight" for module in modules or ()]
+    stacked = [named] if "*" in named else [f"{module}.weight" for module in stack.modules] if stack is not None else []
     count = shape[0] if len(shape) > 1 and shape[0] <= MAX_EXPERTS else 0  # otherwise opening the file will raise the error
-    names = [of_expert(one, expert) for expert in range(count) for one in stacked] or [named]
+    names = [of_expert(one, expert) for expert in range(count) for one in stacked] or _held_by(named, rules)
     return [StoredWeight(one, kind, size // len(names), codes) for one in names]
+
+
+def _held_by(name: str, rules: Rules) -> list[str]:
+    """Returns the weights whose rows a stored weight holds."""
+    module, _, leaf = name.rpartition(".")
+    held = rules.held_by(module)
+    return [name] if held == (module,) else [f"{one}.{leaf}" for one in held]
 
 
 def of_description(model: ModelDescription, source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
@@ -167,6 +175,7 @@ class ModelShape:
     weights: tuple[StoredWeight, ...] = ()  # in the order of the file, if a header was read
     ranks: int = 1  # that share each matrix; the config and everything derived from it is that of one rank
     stage: Stage = ONLY  # of a pipeline; the same applies to its layers
+    all_stages: ModelConfig | None = None  # the config of a rank with all layers, if this is of a stage
 
     def of_rank(self, ranks: int, context: int = 1, expert_ranks: int = 1) -> "ModelShape":
         """Returns the shape of one of several ranks. Refuses a model that cannot be divided among them.
@@ -201,7 +210,7 @@ class ModelShape:
         if stage.count == 1:
             return self
         rules = family_of(self.config).rules
-        own = replace(self, config=stage_config(self.config, layers), stage=stage)
+        own = replace(self, config=stage_config(self.config, layers), stage=stage, all_stages=self.config)
         known = {part for matrix in (*own.model.matrices, own.model.lookup) if matrix is not None for part in matrix.parts}
         weights: list[StoredWeight] = []
         for weight in self.weights:
@@ -227,8 +236,9 @@ class ModelShape:
         """Returns the data for a memory plan. On a CPU without native threads, torch computes."""
         cache_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         specs, item = cache_specs(self.config, cache_dtype), ITEM_BYTES[dtype]
+        all_specs = None if self.all_stages is None else cache_specs(self.all_stages, cache_dtype)
         if device == "cuda":
-            return self._gpu_needs(dtype, cache_dtype, quantization, specs)
+            return replace(self._gpu_needs(dtype, cache_dtype, quantization, specs), all_specs=all_specs)
         if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
             straight = {weight.name for weight in self.weights if weight.kind in BLOCK_KINDS and quantization == "auto" and self.ranks == 1}
@@ -236,7 +246,8 @@ class ModelShape:
         else:
             weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
         kept = one_table(self.model, self.stage)
-        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm(), one_table=kept)
+        needs = ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm(), one_table=kept)
+        return replace(needs, all_specs=all_specs)
 
     def _gpu_needs(self, dtype: str, cache_dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
         """Returns the needs of a GPU. Files are read on the host, a matrix at a time; floats are quantised on the device."""

@@ -26,6 +26,7 @@ from octavo.kernels.ops import (
 )
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD  # only rules: this module does not import triton
 from octavo.layers.attention import Attention, build_rope
+from octavo.layers.delta_net import DeltaNet
 from octavo.layers.linear import LayerNorm, Linear, Norm, RMSNorm
 from octavo.layers.mlp import MLP, Mixture, Routing
 from octavo.models.decoder import Decoder, Scales
@@ -35,43 +36,47 @@ from octavo.quant.schemes import UNQUANTIZED, Fp8, Packed, QuantScheme, Unquanti
 
 
 class DenseLayer(nn.Module):
-    """Attention, then the MLP. Norms are before a sub-layer, after it, or both; without one before, it reads the stream itself."""
+    """A mixer, then the MLP. Norms are before a sub-layer, after it, or both; without one before, it reads the stream itself."""
 
     def __init__(
-        self, config: DenseConfig, layer: int, rope: Rope, backend: NewBackend, scheme: QuantScheme, dtype: torch.dtype,
-        comm: Comm,
-    ) -> None:  # fmt: skip
+        self, config: DenseConfig, layer: int, mixer: Attention | DeltaNet, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+    ) -> None:
         super().__init__()
         shape = config.layers[layer]
         before, after = shape.norms != "after", shape.norms != "before"
         self.layer, self.residual_scale = layer, shape.residual_scale
         self.attention_norm = build_norm(config, shape.norm, dtype) if before else None
-        self.attention = build_attention(config, layer, rope, backend, scheme, dtype, comm)
+        self.attention = mixer if isinstance(mixer, Attention) else None
+        self.delta_net = mixer if isinstance(mixer, DeltaNet) else None
         self.attention_after_norm = build_norm(config, shape.norm, dtype) if after else None
         self.mlp_norm = build_norm(config, shape.norm, dtype) if before else None
         self.mlp = build_mlp(shape.mlp, config.hidden_size, config.mlp_bias, scheme, dtype, comm)
         self.mlp_after_norm = build_norm(config, shape.norm, dtype) if after else None
         norms = self.attention_norm, self.attention_after_norm, self.mlp_norm, self.mlp_after_norm
-        self.small_batch = SmallBatch(layer, self.attention, self.mlp, norms, self.residual_scale)
+        self.small_batch = None if self.attention is None else SmallBatch(layer, self.attention, self.mlp, norms, self.residual_scale)
+
+    @property
+    def mixer(self) -> Attention | DeltaNet:
+        return cast(Attention | DeltaNet, self.attention or self.delta_net)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        if batch.max_query == 1 and len(x) <= self.small_batch.rows:
+        if self.small_batch is not None and batch.max_query == 1 and len(x) <= self.small_batch.rows:
             return self.small_batch(x, residual, batch)
         x, residual = joined(x, residual, self.attention_norm)
-        x = self.attention(x, batch.caches[self.layer], batch)  # names are reused, so that earlier tensors are freed before the MLP runs
-        x, residual = self._between(self.attention.output(x), residual)
+        x = self.mixer(x, batch.caches[self.layer], batch)  # names are reused, so that earlier tensors are freed before the MLP runs
+        x, residual = self._between(self.mixer.output(x), residual)
         return self._added(self.mlp(x), self.mlp_after_norm), residual
 
     def sampled(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Like `forward`, but only the tokens to sample from pass the last MLP. Also returns the mixer's output for all tokens."""
         x, residual = joined(x, residual, self.attention_norm)
-        mixed = self.attention(x, batch.caches[self.layer], batch)
+        mixed = self.mixer(x, batch.caches[self.layer], batch)
         x, residual = mixed.index_select(0, batch.sample_index), residual.index_select(0, batch.sample_index)
-        x, residual = self._between(self.attention.output(x), residual)
+        x, residual = self._between(self.mixer.output(x), residual)
         return self._added(self.mlp(x), self.mlp_after_norm), residual, mixed
 
     def _between(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the result of attention to the stream. Returns the input of the MLP, and the stream."""
+        """Adds the result of the mixer to the stream. Returns the input of the MLP, and the stream."""
         after, before = self.attention_after_norm, self.mlp_norm
         if isinstance(after, RMSNorm) and isinstance(before, RMSNorm):
             return norm_add_norm(x, residual, after.weight, before.weight, before.eps, self.residual_scale)
@@ -86,16 +91,13 @@ class DenseLayer(nn.Module):
 class ParallelLayer(nn.Module):
     """Attention and the MLP read the same normed input, and both results are added."""
 
-    def __init__(
-        self, config: DenseConfig, layer: int, rope: Rope, backend: NewBackend, scheme: QuantScheme, dtype: torch.dtype,
-        comm: Comm,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DenseConfig, layer: int, mixer: Attention, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
         super().__init__()
         shape = config.layers[layer]
         assert shape.norms == "before" and shape.residual_scale == 1, "sub-layers in parallel have one norm, before both"
         self.layer, self.comm = layer, comm
         self.attention_norm = build_norm(config, shape.norm, dtype)
-        self.attention = build_attention(config, layer, rope, backend, scheme, dtype, comm)
+        self.attention = mixer
         self.mlp = MLP(config.hidden_size, shape.mlp.inner, config.mlp_bias, scheme, dtype, comm, shape.mlp.activation)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -150,7 +152,8 @@ class DenseModel(Decoder):
         specs = [config.attention(layer) for layer in range(config.num_layers)]
         ropes = {rope: build_rope(rope, specs[0].rotated, max_len) for rope in {spec.rope for spec in specs}}
         kind = ParallelLayer if config.layers[0].parallel else DenseLayer
-        layers = [kind(config, layer, ropes[spec.rope], backend, scheme, dtype, comm) for layer, spec in enumerate(specs)]
+        mixers = [build_attention(config, layer, ropes[spec.rope], backend, scheme, dtype, comm) for layer, spec in enumerate(specs)]
+        layers = [kind(config, layer, mixer, scheme, dtype, comm) for layer, mixer in enumerate(mixers)]
         norm = build_norm(config, config.norm, dtype)
         embedding_norm = build_norm(config, config.norm, dtype) if config.normed_embedding else None
         scales = Scales(config.embedding_scale, config.logit_scale, config.logit_cap)
@@ -214,6 +217,7 @@ def _most_rows(attention: Attention, mlp: MLP | Mixture, mlp_norm: Norm | None) 
         known = mlp.gate_up.bias is None and mlp.gate is not None
     else:
         linears, known = (attention.qkv, attention.output, mlp.router), mlp_norm is not None
+    known &= not attention.output_gate
     known &= all(isinstance(linear.scheme, (Unquantized, Packed, Fp8)) and linear.in_features <= MAX_HELD for linear in linears)
     return attention.backend.few_rows if known else 0
 

@@ -21,6 +21,7 @@ from octavo.models.row_order import Interleaved, RowOrder
 from octavo.models.split import Shared
 
 MODEL = "octavo.models.dense:DenseModel"
+MixerParts = tuple[list[Matrix], list[Vector]]  # of one layer
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 EMBEDDING_RULES = (
@@ -63,8 +64,10 @@ class DenseConfig(ModelConfig):
     logit_scale: float = 1.0
     logit_cap: float | None = None
 
-    def attention(self, layer: int = 0) -> AttentionSpec:
-        """All layers have the same heads."""
+    def attention(self, layer: int | None = None) -> AttentionSpec:
+        """`layer`: the first that has attention by default. All layers with attention have the same heads."""
+        if layer is None:
+            return next(shape.mixer for shape in self.layers if isinstance(shape.mixer, AttentionSpec))
         return cast(AttentionSpec, self.layers[layer].mixer)
 
 
@@ -174,9 +177,11 @@ def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
 
 
 def describe(
-    rules: Rules, family: str, config: DenseConfig, mlp: Callable[[Rules, Any, int], list[Matrix]] = mlp_matrices
-) -> ModelDescription:
-    """`mlp`: returns the matrices of a layer's MLP, for families in which it is not always a plain one"""
+    rules: Rules, family: str, config: DenseConfig, mlp: Callable[[Rules, Any, int], list[Matrix]] = mlp_matrices,
+    mixer: Callable[[Rules, Any, int], MixerParts] | None = None,
+) -> ModelDescription:  # fmt: skip
+    """`mlp`: returns the matrices of a layer's MLP, for families in which it is not always a plain one; `mixer`: the same for its mixer"""
+    mixers = [(mixer or attention_parts)(rules, config, layer) for layer in range(config.num_layers)]
     numbers, tied, vocabulary = range(config.num_layers), config.tie_embeddings, (config.vocab_size, config.hidden_size)
     embedding = rules.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
     head = rules.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
@@ -189,8 +194,8 @@ def describe(
         max_position=config.max_position,
         norm=config.norm,
         layers=config.layers,
-        matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
-        vectors=(*first, *(one for layer in numbers for one in layer_vectors(config, layer)), norm("norm", "norm")),
+        matrices=(*(one for layer in numbers for one in [*mixers[layer][0], *mlp(rules, config, layer)]), head),
+        vectors=(*first, *(one for layer in numbers for one in [*layer_norms(config, layer), *mixers[layer][1]]), norm("norm", "norm")),
         lookup=None if tied else embedding,
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
@@ -199,26 +204,23 @@ def describe(
     )
 
 
-def attention_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
+def attention_parts(rules: Rules, config: DenseConfig, layer: int) -> MixerParts:
     hidden, spec = config.hidden_size, config.attention(layer)
-    return [
+    matrices = [
         rules.matrix("qkv", "layers.*.attention.qkv", spec.projections, hidden, layer, config.qkv_bias, split="rows"),
         rules.matrix("output", "layers.*.attention.output", hidden, spec.q_size, layer, config.output_bias, split="columns"),
     ]
+    heads = {} if spec.qk_norm is None else dict(zip(("q_norm", "k_norm"), spec.normed))
+    norms = [vector(name, f"layers.*.attention.{name}", size, layer, wide=config.wide_norms) for name, size in heads.items()]
+    return matrices, [*norms, *([vector("sinks", "layers.*.attention.sinks", spec.num_heads, layer)] if spec.sinks else [])]
 
 
-def layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
+def layer_norms(config: DenseConfig, layer: int) -> list[Vector]:
+    """Returns the norms before and after the sub-layers."""
     shape = config.layers[layer]
     before, after = ["attention_norm", "mlp_norm"], ["attention_after_norm", "mlp_after_norm"]
     names = {"before": before[:1] if shape.parallel else before, "after": after, "both": before + after}[shape.norms]
-    spec = config.attention(layer)
-    heads = {} if spec.qk_norm is None else dict(zip(("q_norm", "k_norm"), spec.normed))
-    sinks = [vector("sinks", "layers.*.attention.sinks", spec.num_heads, layer)] if spec.sinks else []
-    return [
-        *sinks,
-        *(vector(name, f"layers.*.{name}", config.hidden_size, layer, config.norm.bias, config.wide_norms) for name in names),
-        *(vector(name, f"layers.*.attention.{name}", size, layer, wide=config.wide_norms) for name, size in heads.items()),
-    ]
+    return [vector(name, f"layers.*.{name}", config.hidden_size, layer, config.norm.bias, config.wide_norms) for name in names]
 
 
 def shared(config: DenseConfig) -> dict[str, Shared]:
@@ -234,10 +236,13 @@ def divided(config: DenseConfig, own: Mapping[str, int], context: int) -> DenseC
     """Returns the config of a rank. `own`: its numbers, by the names of `shared`"""
 
     def of_rank(layer: LayerShape, spec: AttentionSpec) -> LayerShape:
-        spec = replace(spec, num_heads=own["num_heads"], num_kv_heads=own["num_kv_heads"], context_ranks=context)
-        return replace(layer, mixer=spec, mlp=divided_mlp(layer.mlp, own))
+        return replace(layer, mixer=divided_attention(spec, own, context), mlp=divided_mlp(layer.mlp, own))
 
     return replace(config, layers=tuple(of_rank(layer, config.attention(index)) for index, layer in enumerate(config.layers)))
+
+
+def divided_attention(spec: AttentionSpec, own: Mapping[str, int], context: int) -> AttentionSpec:
+    return replace(spec, num_heads=own["num_heads"], num_kv_heads=own["num_kv_heads"], context_ranks=context)
 
 
 def divided_mlp(mlp: MLPShape, own: Mapping[str, int]) -> MLPShape:
@@ -270,7 +275,6 @@ def gguf_fields(
         raise keys.fail(f"{keys.prefix}attention.sliding_window", f"absent or at least the context length {context}")
     heads = keys.integer("attention.head_count")
     config = {
-        "intermediate_size": keys.integer("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         epsilon[0]: keys.number(f"attention.{epsilon[1]}"),
@@ -278,6 +282,8 @@ def gguf_fields(
         "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.shapes,
     }
+    if not experts or keys.has("feed_forward_length"):
+        config["intermediate_size"] = keys.integer("feed_forward_length")
     width = keys.head_dim() if head_dim else None
     return config if width is None else {**config, "head_dim": width}
 

@@ -7,7 +7,7 @@
 Plans, loaders and programs read only this. A program checks the layers to decide whether it can run a model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,9 @@ from octavo.attention.mixer import MixerSpec
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    name: str  # its name in plans: qkv, output, gate_up, down, head; in an MoE layer: router, experts_gate_up, shared_down, ...
+    # its name in plans: qkv, output, gate_up, down, head; in an MoE layer: router, experts_gate_up, shared_down, ...; in a recurrent layer
+    # instead of qkv: delta_in, delta_gates
+    name: str
     module: str  # its path in the model: layers.3.attention.qkv
     parts: dict[str, int]  # weight in the checkpoint -> rows
     columns: int
@@ -25,7 +27,8 @@ class Matrix:
     split: Literal["rows", "columns"] | None = None  # the dimension along which ranks may share it; merged parts are split one by one
     gated: bool = False  # its two parts are a gate and the projection that the gate multiplies
     vocabulary: bool = False  # its rows are the tokens of the vocabulary
-    merged: tuple[int, ...] = ()  # rows of each part, if one weight of the checkpoint contains all parts
+    # weight in the checkpoint -> rows of each section, if it has several, such as q, k and v: they are split one by one
+    sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -34,7 +37,7 @@ class Matrix:
     @property
     def part_rows(self) -> tuple[int, ...]:
         """The rows of each part, whether or not the checkpoint merges them."""
-        return self.merged or tuple(self.parts.values())
+        return tuple(size for name, rows in self.parts.items() for size in self.sections.get(name, (rows,)))
 
     @property
     def numbers(self) -> int:
@@ -43,12 +46,15 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    name: str  # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm, embedding_norm
+    # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm, embedding_norm; in a recurrent layer:
+    # delta_conv, delta_decay, delta_dt_bias, delta_norm
+    name: str
     module: str  # layers.3.attention_norm
     size: int
     layer: int | None = None
     bias: bool = False
     wide: bool = False  # stored in float32, whatever the dtype of the run
+    sections: tuple[int, ...] = ()  # rows of each section, if it has rows of several numbers: sections are split one by one
 
     @property
     def numbers(self) -> int:

@@ -8,15 +8,15 @@
     shared      the numbers that are divided among tensor parallel ranks (`models/split.py`); `divided` makes the config of a rank
     cut, deal   its config with some of the layers or experts, for the stages of a pipeline and for expert parallelism
     orders      the rows of its folders that are in another order than the model's (`models/row_order.py`)
+    places      the rows of each module in weights that hold rows of several modules, in folders and in GGUF files (`HeldTogether`)
 
 A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: the number of an expert becomes
 part of the part name here. If a tensor of a file holds a weight of every expert, its name has no expert number.
-
     model.layers.*.mlp.experts.*.up_proj   ->  layers.*.mlp.experts.gate_up, part *.up        GGUF: blk.*.ffn_up_exps
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from octavo.models.row_order import RowOrder
 from octavo.models.split import Shared
 
 MAX_EXPERTS = 1024  # of a layer: twice what any model has
+Rows = int | tuple[int, ...]  # of a weight, or of each of its sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Rule:
     gguf: str | None = None  # tensor in a GGUF file, without the last word of its name
     plus: float = 0.0  # added to the weights of a checkpoint; GGUF files already include it
     bare: bool = False  # a single parameter: its name here and in a checkpoint has no last word such as weight
+    negative_exp: bool = False  # GGUF files have -exp of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +47,38 @@ class Stack:
 
     tensor: str  # model.layers.*.mlp.experts.gate_up_proj
     modules: tuple[str, ...]  # modules whose rows alternate: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
+    in_rows: bool = False  # the tensor is [experts, rows, columns], with the rows of one module after those of the other
+
+    def of(self, tensor: str) -> "Stack":
+        """Returns the stack of a layer, whose tensor is given."""
+        return replace(self, tensor=tensor, modules=tuple(_filled(module, _starred(tensor)[1]) for module in self.modules))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTogether:
+    """A weight of a file that holds rows of several modules, head by head (`Family.places`)."""
+
+    checkpoint: str  # model.layers.*.self_attn.q_proj
+    modules: tuple[str, ...]  # in rules: model.layers.*.self_attn.q_proj.q, model.layers.*.self_attn.q_proj.gate
+    gguf: str | None = None
 
 
 class Rules:
     def __init__(
         self, rules: Iterable[Rule], prefixes: Mapping[str, str] = MappingProxyType({}), left_out: Sequence[str] = (),
-        stacks: Iterable[Stack] = (),
+        stacks: Iterable[Stack] = (), together: Sequence[HeldTogether] = (),
     ) -> None:  # fmt: skip
         """`prefixes`: alternatives to the prefixes in the rules; `left_out`: prefixes of weights that this engine does not use"""
         every = list(rules)
         self._prefixes, self._left_out = dict(prefixes), tuple(left_out)
-        self._stacks = {stack.tensor: stack.modules for stack in stacks}
+        self._stacks = {stack.tensor: stack for stack in stacks}
+        self._together = {one.checkpoint: one.modules for one in together}
         self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
-        self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
+        of_files: list[Rule | HeldTogether] = [*every, *together]
+        self._by_gguf = {one.gguf: one.checkpoint for one in of_files if one.gguf is not None}
         self._bare = {rule.checkpoint for rule in every if rule.bare}
         self._plus = {rule.checkpoint: rule.plus for rule in every if rule.plus}
+        self._negative_exp = {rule.checkpoint for rule in every if rule.negative_exp}
         assert len(self._by_place) == len(every), "two rules lead to the same place"
 
     def checkpoint_module(self, module: str, part: str | None = None) -> str:
@@ -75,11 +94,15 @@ class Rules:
         found = self._by_place.get((pattern, part_pattern))
         return None if found is None else _filled(found, numbers + part_numbers)
 
-    def stacked(self, tensor: str) -> tuple[str, ...] | None:
+    def stacked(self, tensor: str) -> Stack | None:
         """Returns the modules whose weights a tensor holds for every expert, with a `*` for the expert; None if it is not such a tensor."""
-        pattern, numbers = _starred(tensor)
-        modules = self._stacks.get(pattern)
-        return None if modules is None else tuple(_filled(module, numbers) for module in modules)
+        stack = self._stacks.get(_starred(tensor)[0])
+        return None if stack is None else stack.of(tensor)
+
+    def held_by(self, module: str) -> tuple[str, ...]:
+        """Returns the modules whose rows a module of a file holds: itself, unless it holds those of several."""
+        pattern, numbers = _starred(module)
+        return tuple(_filled(one, numbers) for one in self._together.get(pattern, (pattern,)))
 
     def weight(self, module: str) -> str:
         """Returns the name of a vector in a checkpoint."""
@@ -100,6 +123,10 @@ class Rules:
     def plus(self, name: str) -> float:
         """Returns the number to add to this weight of a checkpoint."""
         return self._plus.get(_starred(name.removesuffix(".weight"))[0], 0.0) if self._plus else 0.0
+
+    def negative_exp(self, name: str) -> bool:
+        """Whether GGUF files have -exp of this weight."""
+        return _starred(name)[0] in self._negative_exp
 
     @staticmethod
     def pattern(name: str) -> str:
@@ -135,25 +162,32 @@ class Rules:
 
         If the tensor holds a weight of every expert, the name has a `*` in place of the experts' numbers.
         """
-        tensor, _, leaf = name.rpartition(".")
+        tensor, leaf = parts_of_gguf(name)
         pattern, numbers = _starred(tensor)
         module = self._by_gguf.get(pattern)
-        if module is None or leaf not in ("weight", "bias"):
+        if module is None or (not leaf and module not in self._bare):
             return None
         return _filled(module, numbers) if module in self._bare else f"{_filled(module, numbers)}.{leaf}"
 
     def matrix(
-        self, name: str, module: str, rows: int | Mapping[str, int], columns: int, layer: int | None = None, bias: bool = False,
+        self, name: str, module: str, rows: Rows | Mapping[str, Rows], columns: int, layer: int | None = None, bias: bool = False,
         split: Literal["rows", "columns"] | None = None, gated: bool = False, vocabulary: bool = False,
     ) -> Matrix:  # fmt: skip
         """Returns a matrix of the description, with its names in the checkpoint. `rows`: of each part, if it has named parts."""
         module = module.replace("*", str(layer))
-        merged: tuple[int, ...] = ()
-        if not isinstance(rows, int) and self.find(module) is not None:  # one weight contains all parts
-            merged, rows = tuple(rows.values()), sum(rows.values())
-        counts: Iterable[tuple[str | None, int]] = [(None, rows)] if isinstance(rows, int) else rows.items()
-        parts = {f"{self.checkpoint_module(module, part)}.weight": count for part, count in counts}
-        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, merged)
+        if isinstance(rows, Mapping) and self.find(module) is not None:  # one weight contains all parts
+            rows = tuple(size for one in rows.values() for size in _sections(one))
+        by_part: Iterable[tuple[str | None, Rows]] = rows.items() if isinstance(rows, Mapping) else [(None, rows)]
+        weights = {f"{self.checkpoint_module(module, part)}.weight": _sections(one) for part, one in by_part}
+        parts = {weight: sum(sizes) for weight, sizes in weights.items()}
+        sections = {weight: sizes for weight, sizes in weights.items() if len(sizes) > 1}
+        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, sections)
+
+
+def parts_of_gguf(name: str) -> tuple[str, str]:
+    """Returns blk.3.attn_q and weight for blk.3.attn_q.weight. Some tensors have no last word: blk.3.ssm_a."""
+    tensor, _, leaf = name.rpartition(".")
+    return (tensor, leaf) if leaf in ("weight", "bias") else (name, "")
 
 
 def of_expert(name: str, expert: int) -> str:
@@ -161,9 +195,15 @@ def of_expert(name: str, expert: int) -> str:
     return _filled(name, [str(expert)])
 
 
-def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False, wide: bool = False) -> Vector:
+def vector(
+    name: str, module: str, size: int, layer: int | None = None, bias: bool = False, wide: bool = False, sections: tuple[int, ...] = ()
+) -> Vector:
     """Returns a norm of the description."""
-    return Vector(name, module.replace("*", str(layer)), size, layer, bias, wide)
+    return Vector(name, module.replace("*", str(layer)), size, layer, bias, wide, sections)
+
+
+def _sections(rows: Rows) -> tuple[int, ...]:
+    return (rows,) if isinstance(rows, int) else rows
 
 
 def _starred(name: str) -> tuple[str, list[str]]:
@@ -190,6 +230,7 @@ class GGUFForm:
         # the order of rows in tensors that do not have the model's, by the tensor's word: {"attn_q": Interleaved(9)}
     orders: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]
     experts: bool = False  # files of these architectures with experts belong to this family, those without to another
+    columns: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]] | None = None  # like `orders`, for the order of columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +249,7 @@ class Family:
     deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts
         # the order of rows in modules of a folder that do not have the model's, with a `*` for the layer
     orders: Callable[[Any], Mapping[str, RowOrder]] | None = None
+    places: Callable[[Any], Mapping[str, RowOrder]] | None = None  # of the modules in `HeldTogether`, with a `*` for the layer
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture

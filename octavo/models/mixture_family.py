@@ -62,20 +62,15 @@ MIXTRAL_RULES = Rules(
     [*EMBEDDING_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules(f"{SPARSE}.gate", f"{SPARSE}.experts", "w1", "w3", "w2")]
 )
 MLP = "model.layers.*.mlp"
-QWEN_RULES = Rules(
-    [
-        *EMBEDDING_RULES,
-        *NORM_RULES,
-        *ATTENTION_RULES,
-        *QK_NORM_RULES,
-        *MLP_RULES,
-        *expert_rules(f"{MLP}.gate", f"{MLP}.experts", "gate_proj", "up_proj", "down_proj"),
-        Rule(f"{MLP}.shared_expert.gate_proj", "layers.*.mlp.shared.gate_up", "gate", gguf="blk.*.ffn_gate_shexp"),
-        Rule(f"{MLP}.shared_expert.up_proj", "layers.*.mlp.shared.gate_up", "up", gguf="blk.*.ffn_up_shexp"),
-        Rule(f"{MLP}.shared_expert.down_proj", "layers.*.mlp.shared.down", gguf="blk.*.ffn_down_shexp"),
-        Rule(f"{MLP}.shared_expert_gate", "layers.*.mlp.shared_gate", gguf="blk.*.ffn_gate_inp_shexp"),
-    ]
+QWEN_MLP_RULES = (
+    *MLP_RULES,
+    *expert_rules(f"{MLP}.gate", f"{MLP}.experts", "gate_proj", "up_proj", "down_proj"),
+    Rule(f"{MLP}.shared_expert.gate_proj", "layers.*.mlp.shared.gate_up", "gate", gguf="blk.*.ffn_gate_shexp"),
+    Rule(f"{MLP}.shared_expert.up_proj", "layers.*.mlp.shared.gate_up", "up", gguf="blk.*.ffn_up_shexp"),
+    Rule(f"{MLP}.shared_expert.down_proj", "layers.*.mlp.shared.down", gguf="blk.*.ffn_down_shexp"),
+    Rule(f"{MLP}.shared_expert_gate", "layers.*.mlp.shared_gate", gguf="blk.*.ffn_gate_inp_shexp"),
 )
+QWEN_RULES = Rules([*EMBEDDING_RULES, *NORM_RULES, *ATTENTION_RULES, *QK_NORM_RULES, *QWEN_MLP_RULES])
 
 
 # -- reading a config.json
@@ -114,11 +109,17 @@ def read_qwen(reader: ConfigReader, architecture: str) -> DenseConfig:
     inner, experts = read_experts(reader, layers, "moe_intermediate_size")
     experts = replace(experts, normed=reader.flag("norm_topk_prob", False), shared_inner=shared_inner)
     moe, plain = MLPShape(inner, experts=experts), MLPShape(fields["inner"])
-    fields |= {"mlps": [moe if there else plain for there in _mixed(reader, layers)]}
+    fields |= {"mlps": [moe if there else plain for there in layers_with_experts(reader, layers)]}
     return dense_config(fields | {"rope": reader.rope(fields["head_dim"])})
 
 
-def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+def with_shared_expert(reader: ConfigReader, experts: Experts) -> Experts:
+    """Returns experts whose weights are normalised, unless the file says otherwise, beside one that all tokens share."""
+    shared_inner = reader.integer("shared_expert_intermediate_size", high=2**22, low=0)
+    return replace(experts, normed=reader.flag("norm_topk_prob", True), shared_inner=shared_inner)
+
+
+def layers_with_experts(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
     """Returns which layers are MoE layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step, plain = reader.integer("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
@@ -163,8 +164,8 @@ def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matr
 # -- ranks and stages
 
 
-def shared(config: DenseConfig) -> dict[str, Shared]:
-    """Every expert is split, unless ranks have whole ones."""
+def shared(config: DenseConfig, size_key: str = "intermediate_size") -> dict[str, Shared]:
+    """Every expert is split, unless ranks have whole ones. `size_key`: of the width of an expert"""
     mlps = [layer.mlp for layer in config.layers]
     plain = next((mlp for mlp in mlps if mlp.experts is None), None)
     inner, experts = next((mlp.inner, mlp.experts) for mlp in mlps if mlp.experts is not None)
@@ -173,8 +174,7 @@ def shared(config: DenseConfig) -> dict[str, Shared]:
     if plain is not None:
         found["inner"] = Shared("intermediate_size", plain.inner)
     if experts.ranks == 1:
-        key = "moe_intermediate_size" if config.architecture in (QWEN2_MOE, QWEN3_MOE) else "intermediate_size"
-        found["expert_inner"] = Shared(key, inner)
+        found["expert_inner"] = Shared(size_key, inner)
     if experts.shared_inner:
         found["shared_inner"] = Shared("shared_expert_intermediate_size", experts.shared_inner)
     return found
@@ -244,7 +244,7 @@ QWEN_FAMILY = Family(
     read=read_qwen,
     describe=partial(describe, QWEN_RULES, "qwen_moe"),
     gguf=GGUFForm({"qwen2moe": QWEN2_MOE, "qwen3moe": QWEN3_MOE}, _qwen_gguf, interleaved_qk([]), experts=True),
-    shared=shared,
+    shared=partial(shared, size_key="moe_intermediate_size"),
     divided=divided,
     cut=cut,
     deal=deal,

@@ -18,6 +18,8 @@ from octavo.models import (
     mixture_family,
     olmo_family,
     phi_family,
+    qwen3_next_family,
+    qwen35_family,
     qwen_family,
     smollm_family,
 )
@@ -47,6 +49,8 @@ register(gpt_oss_family.FAMILY)
 register(cohere_family.FAMILY)
 register(glm_family.FAMILY)
 register(bloom_family.FAMILY)
+register(qwen35_family.FAMILY)
+register(qwen3_next_family.FAMILY)
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = 80  # longer than the name of any architecture of transformers
@@ -84,6 +88,8 @@ def dealt_config(config: ModelConfig, ranks: int) -> ModelConfig:
         return config
     if family.deal is None:
         raise ConfigError(f"enable_expert_parallel is set, and models of the family {family.name} have no experts: leave it out")
+    if all(layer.mlp.experts is None for layer in describe(config).kinds):
+        raise ConfigError("enable_expert_parallel is set, and this model has no experts: leave it out")
     dealt: ModelConfig = family.deal(config, ranks)
     return dealt
 
@@ -125,15 +131,15 @@ def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1, expe
     """
     whole, own = describe(dealt_config(config, expert_ranks)), describe(rank_config(config, size, context, expert_ranks))
     rules = family_of(config).rules
-    sizes = {rules.weight(vector.module): (vector.size, mine.size) for vector, mine in zip(whole.vectors, own.vectors, strict=True)}
-    vectors = {name: part_of_vector(*of_both, size, rank) for name, of_both in sizes.items() if of_both[0] != of_both[1]}
+    pairs = [(vector, mine) for vector, mine in zip(whole.vectors, own.vectors, strict=True) if vector.size != mine.size]
+    vectors = {rules.weight(vector.module): part_of_vector(vector, mine, size, rank) for vector, mine in pairs}
     return parts_of_rank(whole, own, size, rank) | vectors
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
-    """Returns what each layer stores per token, in a cache of this dtype."""
+    """Returns what each layer stores per token, in a cache of this dtype, and per sequence."""
     mixers = [layer.mixer for layer in describe(config).layers]
-    return [LayerCacheSpec(index, mixer.buffers(dtype), mixer.window) for index, mixer in enumerate(mixers)]
+    return [LayerCacheSpec(index, mixer.buffers(dtype), mixer.window, mixer.state()) for index, mixer in enumerate(mixers)]
 
 
 def build_model(

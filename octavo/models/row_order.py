@@ -2,6 +2,8 @@
 
     interleaved   a head rotates pairs of rows: in the file (2i, 2i + 1), in the model (i, i + d/2), of the first d rows that are rotated
     by head       q, k and v are one weight: in the file [heads][q k v][head_dim], in the model [q k v][heads][head_dim]
+    of group      one weight holds rows of several modules: in the file [heads][q gate][head_dim], for each module [heads][head_dim]
+    tiled         v heads of a k head are neighbours in the model, and in the file every `k_heads`-th: 0 2 4 1 3 5 for 0 1 2 3 4 5
 
 q and k are reordered alike, so their products stay the same, and no kernel needs a second kind of rotation.
 """
@@ -23,7 +25,7 @@ class RowOrder(Protocol):
         """Whether a weight can have this many rows."""
 
     def places(self, count: int) -> Places:
-        """Returns the row of the file for each row of the model."""
+        """Returns the row of the file for each row of the model. `count`: of the rows in the file"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,36 @@ class ByHead:
 
     def places(self, count: int) -> Places:
         return np.arange(count).reshape(self.heads, self.parts, -1).swapaxes(0, 1).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class OfGroup:
+    heads: int
+    sizes: tuple[int, ...]  # rows of each part in the group of a head
+    parts: tuple[int, ...]  # the parts that belong to this module, one after the other
+
+    def fits(self, count: int) -> bool:
+        return count == self.heads * sum(self.sizes)
+
+    def places(self, count: int) -> Places:
+        groups = np.split(np.arange(count).reshape(self.heads, -1), np.cumsum(self.sizes)[:-1], axis=1)
+        return np.concatenate([groups[part].reshape(-1) for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """`heads`: k heads; of the rows, the first `before` are not reordered."""
+
+    heads: int
+    times: int  # v heads of each k head
+    before: int = 0
+
+    def fits(self, count: int) -> bool:
+        return count > self.before and (count - self.before) % (self.heads * self.times) == 0
+
+    def places(self, count: int) -> Places:
+        tiled = np.arange(self.before, count).reshape(self.times, self.heads, -1).swapaxes(0, 1).reshape(-1)
+        return np.concatenate([np.arange(self.before), tiled])
 
 
 def in_file(order: RowOrder, count: int, rows: range | None) -> tuple[range | None, Places]:

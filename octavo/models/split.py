@@ -6,7 +6,7 @@ of a checkpoint that it reads:
     split by rows      q k v, gate up    a rank has its rows, and their biases
     split by columns   output, down      a rank has its columns; results are summed, so only one rank has the bias
     vocabulary         embedding, head   equal ranges of rows; the last may be shorter
-    vectors            norms, sinks      every rank has all of them, but only the sinks of its heads
+    vectors            norms, sinks      every rank has all of them, but of those with numbers for every head only its heads'
 
 If there are more ranks than k and v heads, neighbouring ranks have the same heads:
 
@@ -15,12 +15,12 @@ If there are more ranks than k and v heads, neighbouring ranks have the same hea
     kv head   0    0    1    1          of 4, in groups of 2 ranks that share a context:  0 1   0 1   2 3   2 3
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from octavo.errors import ConfigError
-from octavo.models.description import Matrix, ModelDescription
+from octavo.models.description import Matrix, ModelDescription, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,11 @@ def parts_of_rank(whole: ModelDescription, own: ModelDescription, size: int, ran
     return {name: part for matrix, mine in pairs for name, part in _matrix_parts(matrix, mine, size, rank).items()}
 
 
-def part_of_vector(whole: int, own: int, size: int, rank: int) -> Part:
+def part_of_vector(whole: Vector, own: Vector, size: int, rank: int) -> Part:
     """Returns the part that a rank has of a vector with numbers for every head."""
-    return Part(rows=_share(whole, own, size, rank), whole=whole)
+    if whole.sections:
+        return Part(runs=_runs(whole.sections, own.sections, size, rank), whole=sum(whole.sections))
+    return Part(rows=_share(whole.size, own.size, size, rank), whole=whole.size)
 
 
 def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str, Part]:
@@ -105,8 +107,8 @@ def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str
     found: dict[str, Part] = {}
     for name, count in matrix.parts.items():
         bias = f"{name.removesuffix('.weight')}.bias"
-        if matrix.merged and matrix.split == "rows":
-            found[name] = found[bias] = Part(runs=_runs(matrix, own, size, rank), whole=count)
+        if name in matrix.sections and matrix.split == "rows":
+            found[name] = found[bias] = Part(runs=_runs(matrix.sections[name], own.sections[name], size, rank), whole=count)
         elif matrix.vocabulary:
             found[name] = Part(rows=vocabulary_rows(count, size, rank), whole=count)
         elif matrix.split == "rows":
@@ -117,13 +119,13 @@ def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str
     return found
 
 
-def _runs(matrix: Matrix, own: Matrix, size: int, rank: int) -> tuple[range, ...]:
-    """Returns the rows that a rank has of each part of a merged weight, counted from the weight's first row.
+def _runs(sections: Sequence[int], own: Sequence[int], size: int, rank: int) -> tuple[range, ...]:
+    """Returns the rows that a rank has of each section of a weight, counted from the weight's first row.
 
     qkv, 2 ranks    [ q q q q | k k | v v ]    rank 0 has rows 0 1, 4 and 6: they are not contiguous
     """
-    starts = accumulate(matrix.merged, initial=0)
-    shares = [_share(whole, mine, size, rank) for whole, mine in zip(matrix.merged, own.merged, strict=True)]
+    starts = accumulate(sections, initial=0)
+    shares = [_share(whole, mine, size, rank) for whole, mine in zip(sections, own, strict=True)]
     return tuple(range(start + share.start, start + share.stop) for start, share in zip(starts, shares))
 
 

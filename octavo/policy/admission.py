@@ -96,11 +96,13 @@ class Admission:
         kv = self.kv
         seq.waits_for = kv.prefixes.wait_for(seq, hit.missed) if hit.missed in kv.pending else None
         if seq.waits_for:
+            kv.ask_for_state(seq, seq.waits_for)
             return None
         margin = self.margin(seq)
         lacking = kv.blocks_needed(seq, hit) + seq.blocks_for_others + margin - kv.pool.num_free
         if lacking > 0:
             seq.misses, seq.retry_at = hit.misses, kv.pool.freed - margin + lacking
+            seq.states_kept = kv.states_kept if hit.num_tokens < hit.common else None
             return None
         if not kv.prefixes.hash_all(seq):
             return None
@@ -120,9 +122,11 @@ class Admission:
     def is_refused_still(self, seq: Sequence) -> bool:
         """Whether it did not fit when it was matched, and cannot fit now, so that it need not be matched again.
 
-        Its hit is not longer before a block that it lacked is sealed. Until then what it lacks shrinks by at most a block for each block
-        that becomes free, and by as many as its margin shrinks.
+        Its hit is not longer before a block that it lacked is sealed, or a state that it lacked is kept. Until then what it lacks shrinks
+        by at most a block for each block that becomes free, and by as many as its margin shrinks.
         """
+        if seq.states_kept not in (None, self.kv.states_kept):
+            return False
         return self.kv.pool.freed - self.margin(seq) < seq.retry_at and not self.kv.prefixes.any_cached(seq.misses)
 
     def _smallest_fits(self) -> bool:
@@ -149,9 +153,10 @@ class Admission:
             self.unscheduled.pop(seq.request.request_id, None)  # absent if it began on another engine: such a request never expires
             life.hit_reason = hit.reason
             life.hit_group = None if hit.missed is None or len(self.kv.groups) == 1 else hit.missed[0]
-            life.cached_tokens = hit.num_tokens
+            life.cached_tokens, life.common_tokens = hit.num_tokens, hit.common
             self.stats.prefix_queries += seq.num_tokens
             self.stats.prefix_hits += hit.num_tokens
+            self.stats.stateless_tokens += hit.common - hit.num_tokens
             if self.kv.pool.pinned:
                 life.pinned_tokens = self.pins.note(seq, hit)
 

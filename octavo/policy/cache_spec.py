@@ -4,7 +4,7 @@
                                    of int8 with a scale for each head: "k_scale": Buffer((2,), "float32"), "v_scale": ...
 
 A buffer's shape is that of one token. The store lays tokens out as [num_blocks, block_size, *shape] and copies, sizes
-and fills buffers without interpreting their names. The state of a sequence is one value, whatever its length: [num_rows, *shape].
+and fills buffers without interpreting their names. The state of a sequence is one value, whatever its length: [num_states, *shape].
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Buffer:
 @dataclass(frozen=True, slots=True)
 class LayerCacheSpec:
     layer: int
-    buffers: dict[str, Buffer]  # of each token
+    buffers: dict[str, Buffer]  # of each token; a layer without any belongs to no cache group
     window: int | None = None
     state: dict[str, Buffer] = field(default_factory=dict)  # of each sequence, computed from all of its tokens so far
 
@@ -45,6 +45,11 @@ class LayerCacheSpec:
         return sum(buffer.nbytes for buffer in self.state.values())
 
 
+def slot_bytes(specs: Sequence[LayerCacheSpec]) -> int:
+    """Returns the bytes of a state slot, which is 0 without recurrent layers."""
+    return sum(spec.state_bytes for spec in specs)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
     """The cache dimensions found at start-up: the size of the pool and the maximum length of a sequence."""
@@ -55,7 +60,8 @@ class CacheGeometry:
     bytes_per_token: int  # a block has this many bytes for each token it stores, in every group
     groups: tuple[CacheGroup, ...] = (FULL,)
     context_ranks: int = 1  # ranks that share the tokens of a block equally
-    state_bytes: int = 0  # of a sequence, beside its blocks
+    state_bytes: int = 0  # of one state slot, in all layers
+    num_states: int = 0  # state slots, the null one included; 0: the model has no recurrent layers
 
     @property
     def kept_tokens(self) -> int:
@@ -80,8 +86,8 @@ def blocks_for(groups: Sequence[CacheGroup], block_size: int, num_tokens: int, s
 
 
 def one_group(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
-    """Returns one full group of all layers: layers with a window do not read beyond it, but keep their blocks."""
-    return (CacheGroup(tuple(spec.layer for spec in specs)),)
+    """Returns one full group of all layers that store tokens: layers with a window do not read beyond it, but keep their blocks."""
+    return (CacheGroup(tuple(spec.layer for spec in specs if spec.buffers)),)
 
 
 def token_bytes(specs: Sequence[LayerCacheSpec], groups: Sequence[CacheGroup]) -> int:
@@ -92,6 +98,7 @@ def token_bytes(specs: Sequence[LayerCacheSpec], groups: Sequence[CacheGroup]) -
 
 def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
     """Returns groups whose blocks have equal bytes, full groups first; one group of all layers where no memory would be saved."""
+    specs = [spec for spec in specs if spec.buffers]
     if all(spec.window is None for spec in specs):
         return one_group(specs)
     kinds: dict[tuple[int | None, int], list[int]] = {}

@@ -21,6 +21,7 @@ Draft = Callable[[Sequence], list[int]]  # ids that may come after those of a se
 class Drafts:
     def __init__(self, kv: KVManager, rows: Rows, waiting: list[Sequence], source: Draft | None) -> None:
         """`waiting` is the scheduler's own list."""
+        assert source is None or kv.states is None, "a state cannot be taken back when a draft is rejected"
         self._kv = kv
         self._rows = rows
         self._waiting = waiting

@@ -27,6 +27,8 @@ def check(scheduler: Scheduler) -> None:
     for seq in scheduler.waiting:
         _check_refusal(seq, scheduler)
     scheduler.beams.check()
+    if kv.states is not None:
+        kv.states.check(scheduler.running)
     for seq in live:
         _check_sequence(seq, scheduler)
     owners = {seq.seq_id for seq in scheduler.running}
@@ -53,7 +55,7 @@ def _check_refusal(seq: Sequence, scheduler: Scheduler) -> None:
 def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
     kv = scheduler.kv
     if seq.status is Status.WAITING:
-        assert not any(seq.tables) and seq.row == -1 and seq.num_planned == 0 and not seq.pending
+        assert not any(seq.tables) and seq.row == -1 and seq.num_planned == 0 and not seq.pending and not seq.states
         return
     assert seq.num_computed <= seq.num_planned <= seq.limit - 1 and seq.target <= seq.limit - 1 and seq.num_computed < seq.num_tokens
     drafts = scheduler.drafts.source is not None

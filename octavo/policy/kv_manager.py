@@ -20,6 +20,7 @@ from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from octavo.policy.cache_group import FULL, UNBOUNDED, CacheGroup
 from octavo.policy.prefix_matcher import Digests, PrefixHit, PrefixMatcher
 from octavo.policy.request import NEVER_TRIED, Sequence
+from octavo.policy.states import States
 
 
 def _ignore(seq: Sequence, group: int, first: int, end: int) -> None:
@@ -37,17 +38,22 @@ class KVManager:
         force_miss: bool = False,
         groups: tuple[CacheGroup, ...] = (FULL,),
         step_tokens: int = UNBOUNDED,
+        states: States | None = None,
     ) -> None:
-        """`identity`: everything that must be equal for two caches to hold equal bytes. `step_tokens`: the most that a plan computes."""
+        """`identity`: everything that must be equal for two caches to hold equal bytes. `step_tokens`: the most that a plan computes.
+        `states`: of a recurrent model
+        """
         self.pool = pool
         self.block_size = block_size  # tokens of a link
         self.caching = caching
         self.groups = groups
+        self.states = states
+        self.keeps_states = states is not None and states.caching
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
         self.pending: dict[BlockKey, Sequence] = {}  # block -> the sequence that computes it
         self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, range of table indices that were sealed
         self.digests = Digests(key, identity)
-        self.prefixes = PrefixMatcher(pool, block_size, caching, self.digests, self.pending, groups, force_miss)
+        self.prefixes = PrefixMatcher(pool, block_size, caching, self.digests, self.pending, groups, force_miss, states)
         self._freeing = [number for number, group in enumerate(groups) if group.frees]
         self._lengths = {number: group.length for number, group in enumerate(groups) if type(group).length is not CacheGroup.length}
         self._most_held = [group.most_held(span, step_tokens) for group, span in zip(groups, self.spans)]
@@ -87,6 +93,8 @@ class KVManager:
         seq.tables = [list(table) for table in hit.tables]
         seq.num_planned = seq.num_computed = hit.num_tokens
         seq.num_sealed = hit.num_tokens // self.block_size
+        if self.states is not None:
+            self.states.admit(seq, hit.num_tokens, hit.common)
         if self.caching:
             self.prefixes.extend(seq, seq.num_tokens // self.block_size)
             for number, group in enumerate(self.groups):
@@ -94,14 +102,20 @@ class KVManager:
                     if self.pending.setdefault((number, digest), seq) is seq:
                         seq.pending.append((number, digest))
 
+    def ask_for_state(self, seq: Sequence, awaited: BlockKey) -> None:
+        """Has the sequence that computes a block keep the state after it, for a sequence that waits for it."""
+        if self.states is not None:
+            self.pending[awaited].marks.add((seq.digests.index(awaited[1]) + 1) * self.block_size)
+
     def have_room(self, seqs: list[Sequence]) -> bool:
-        """Whether `allocate` can give all of these sequences room for all their tokens, one after the other."""
+        """Whether `allocate` can give all of these sequences room for all their tokens, one after the other, while it frees blocks."""
         pool, needed = self.pool, 0
         writers: Counter[int] = Counter()  # writers per partially filled block
         for seq in seqs:
             start, end = seq.num_planned, seq.target
-            for table, span in zip(seq.tables, self.spans):
-                needed += -(-end // span) - len(table)
+            for table, span, most_held in zip(seq.tables, self.spans, self._most_held):
+                held = len(table) - table.count(NULL_BLOCK)
+                needed += min(-(-end // span) - len(table), most_held - held)
                 if start % span and start < end:
                     writers[table[start // span]] += 1
         for block, count in writers.items():
@@ -161,6 +175,16 @@ class KVManager:
             seq.tables[number][index] = NULL_BLOCK
             plan.new_blocks.append((seq.row, number, index, NULL_BLOCK))
 
+    def begin_plan(self) -> None:
+        """Releases the state slots that the last plan read."""
+        if self.states is not None:
+            self.states.begin()
+
+    def plan_states(self, seq: Sequence, start: int, plan: StepPlan) -> None:
+        """Adds the state slots of a sequence to the entry that was just planned, which begins at `start`."""
+        if self.states is not None:
+            self.states.plan(seq, start, plan)
+
     def plan_lengths(self, plan: StepPlan) -> None:
         """Writes into the plan the lengths of its entries in groups whose kind has its own `length`."""
         for number, length in self._lengths.items():
@@ -180,6 +204,8 @@ class KVManager:
                     if pending:
                         pending.pop(key, None)
                 self.on_seal(seq, number, first, end)
+            if self.states is not None:
+                self.states.seal(seq)
         seq.num_sealed = full
 
     def keys_of(self, digests: list[bytes]) -> list[BlockKey]:
@@ -206,6 +232,26 @@ class KVManager:
             self.on_seal(seq, number, first, end // span)
         return blocks
 
+    @property
+    def states_kept(self) -> int:
+        """How many checkpoints have been kept so far."""
+        return 0 if self.states is None else self.states.pool.counts.kept
+
+    def numbers(self) -> dict[str, int]:
+        """Returns the fields of `SchedulerStats` that count blocks and states."""
+        numbers = {"free_blocks": self.pool.num_free, "pinned_blocks": len(self.pool.pinned)}
+        if self.states is not None:
+            pool, counts = self.states.pool, self.states.pool.counts
+            numbers |= {"state_slots": pool.num_states - 1, "held_states": self.states.num_held, "checkpoints": len(pool.index)}
+            numbers |= {"checkpoints_kept": counts.kept, "checkpoints_used": counts.used, "checkpoints_evicted": counts.evicted}
+        return numbers
+
+    def forget(self) -> None:
+        """Empties the cache: only what is pinned can still be found."""
+        self.pool.forget()
+        if self.states is not None:
+            self.states.pool.forget()
+
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -220,10 +266,17 @@ class KVManager:
             self.pool.share(_held(table))
         child.digests = list(parent.digests)
         parent.room = child.room = 0
+        if self.states is not None:
+            self.states.fork(parent, child)
+
+    def can_fork(self, parent: Sequence) -> bool:
+        """Whether the state is kept with which a fork of it begins: no tokens are in flight."""
+        return self.states is None or parent.num_planned < parent.num_tokens
 
     def shortest(self, seq: Sequence) -> int:
         """The minimum length it can be truncated to."""
-        return max(group.shortest(table, span) for group, table, span in zip(self.groups, seq.tables, self.spans))
+        shortest = max(group.shortest(table, span) for group, table, span in zip(self.groups, seq.tables, self.spans))
+        return shortest if self.states is None else max(shortest, seq.num_planned + 1)  # an earlier state is not kept
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Keeps its first `length` tokens and frees the blocks behind them; sealed ones stay cached."""
@@ -257,6 +310,8 @@ class KVManager:
             self.pool.release(_held(table))
         seq.tables = [[] for _ in self.groups]
         seq.num_planned = seq.num_computed = seq.num_sealed = seq.room = 0
+        if self.states is not None:
+            self.states.release(seq)
         self._withdraw(seq, seq.pending)
         seq.pending = []
 

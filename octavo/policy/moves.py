@@ -33,9 +33,12 @@ class Moves:
         self._new_sequence = new_sequence
 
     def fork(self, parent: Sequence, index: int) -> Sequence | None:
-        """Creates sample `index` from the tokens the host knows of another sample. Returns None if that one runs and no row is free."""
+        """Creates sample `index` from the tokens the host knows of another sample.
+
+        Returns None if that one runs, and no row is free or its state before the last of these tokens is gone.
+        """
         assert not parent.unforked and parent.status is not Status.FINISHED
-        if parent.status is Status.RUNNING and not self._rows.free:
+        if parent.status is Status.RUNNING and not (self._rows.free and self._kv.can_fork(parent)):
             return None
         child = self._new_sequence(parent.request, index, array("i", parent.token_ids), parent.limit)
         if parent.status is Status.WAITING:

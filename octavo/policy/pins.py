@@ -39,6 +39,7 @@ class Pin:
     hits: int
     tokens_saved: int
     blocks: list[int] = field(default_factory=list)  # empty until it is computed
+    states: list[int] = field(default_factory=list)  # of a recurrent model: the slot of the state after the prefix
     requests: set[str] = field(default_factory=set)  # the requests that compute it
 
     @property
@@ -87,6 +88,7 @@ class Pins:
         pin = self._pins.get(order.pin_id)
         if pin is None:
             self._check_room(keys, most_beams)
+            self._check_states()
             ends = None if order.seconds is None else self._clock() + order.seconds
             sizes = len(message.prompt_token_ids), len(prompt)
             pin = self._pins[order.pin_id] = Pin(order.pin_id, *sizes, keys, ends, order.hits, order.tokens_saved)
@@ -135,6 +137,16 @@ class Pins:
                 "pinned_blocks_exceeded",
             )
 
+    def _check_states(self) -> None:
+        """Refuses a pin of a recurrent model if pins may hold no further state."""
+        states = self._kv.states
+        if states is not None and len(self._pins) >= states.most_pinned:
+            raise RequestError(
+                f"a pinned prefix holds a recurrent state, and at most {states.most_pinned} may be pinned; raise --state-cache-share",
+                "prompt",
+                "pinned_blocks_exceeded",
+            )
+
     def settle(self, seq: Sequence, reason: Ending) -> None:
         """Handles the end of a request that computes a prefix. If it ended normally, the pin takes over its blocks."""
         assert seq.request.pin is not None
@@ -145,6 +157,9 @@ class Pins:
         if reason in ("stop", "length") and not pin.blocks:
             pin.blocks = self._kv.find_all(seq)
             self._kv.pool.pin(pin.blocks)
+            if self._kv.states is not None:
+                pin.states = [self._kv.states.find(seq, pin.num_tokens)]
+                self._kv.states.pool.pin(pin.states)
             self._know_holders()
             self.on_change("pin", len(pin.blocks), pin.num_tokens)
         if not pin.blocks and not pin.requests:
@@ -200,6 +215,8 @@ class Pins:
         self._keys -= Counter(pin.keys)
         if pin.blocks:
             self._kv.pool.unpin(pin.blocks)
+            if self._kv.states is not None:
+                self._kv.states.pool.unpin(pin.states)
             self._know_holders()
             self.on_change("unpin", len(pin.blocks), pin.num_tokens)
         self.version += 1
@@ -208,6 +225,9 @@ class Pins:
         """Asserts the invariants of pins: their blocks are those that their keys find, and all are counted."""
         pool = self._kv.pool
         assert pool.pinned == self.num_holders, "pool and pins disagree on what is pinned"
+        if self._kv.states is not None:
+            pinned = Counter(slot for pin in self._pins.values() for slot in pin.states)
+            assert self._kv.states.pool.pinned == pinned, "pins and state slots disagree"
         assert self._keys == Counter(key for pin in self._pins.values() for key in pin.keys), "pinned blocks are counted wrong"
         for pin in self._pins.values():
             assert pin.blocks or pin.requests, f"nobody computes pin {pin.pin_id}"

@@ -24,6 +24,7 @@ from octavo.messages import AddRequest, HitReason
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from octavo.policy.cache_group import UNBOUNDED, CacheGroup
 from octavo.policy.request import Sequence
+from octavo.policy.states import States
 
 SHORT = 8  # bytes of a digest that a frontend stores: among a million blocks, a collision occurs once in 40 million times
 
@@ -70,6 +71,7 @@ class Digests:
 class PrefixHit:
     tables: list[list[int]]  # one per group; null where nothing is read
     num_tokens: int
+    common: int  # tokens whose blocks were found: more, if no state was kept after the last of them
     reason: HitReason  # why it ends where it does
     missed: BlockKey | None = None  # the block that was not found
     misses: tuple[BlockKey, ...] = ()  # all that were not found: the hit cannot be longer before one of them is sealed
@@ -85,8 +87,9 @@ class PrefixMatcher:
         pending: dict[BlockKey, Sequence],
         groups: tuple[CacheGroup, ...],
         force_miss: bool,
+        states: States | None = None,
     ) -> None:
-        """`pending`: block -> the sequence that computes it; the manager's own."""
+        """`pending`: block -> the sequence that computes it; the manager's own. `states`: of a recurrent model"""
         self.links_left = UNBOUNDED  # how many links may still be hashed in this step
         self._pool = pool
         self._block_size = block_size
@@ -94,6 +97,7 @@ class PrefixMatcher:
         self._digests = digests
         self._pending = pending
         self._groups = groups
+        self._states = states
         self._lookup: Callable[[BlockKey], int | None] = (lambda key: None) if force_miss else pool.index.get
         self._longest: WeakValueDictionary[bytes, Sequence] = WeakValueDictionary()  # first digest -> the sequence with the most digests
 
@@ -107,11 +111,32 @@ class PrefixMatcher:
         Returns None if it takes more hashing than `links_left` allows.
         """
         if not self._caching or not seq.reads_cache:
-            return PrefixHit([[] for _ in self._groups], 0, "off")
+            return PrefixHit([[] for _ in self._groups], 0, 0, "off")
         if self.links_left <= 0:
             return None
-        longest = cut = (seq.num_tokens - 1) // self._block_size  # in links
+        longest = (seq.num_tokens - 1) // self._block_size  # in links
         misses: list[BlockKey] = []
+        common = cut = self._fit_all(seq, longest, misses)
+        while cut is not None and self._states is not None and (reach := self._states.reach(seq.digests, cut)) < cut:
+            cut = self._fit_all(seq, reach, [])
+        if cut is None or common is None:
+            return None
+        tables = [self._found(number, seq, cut) for number in range(len(self._groups))]
+        numbers = cut * self._block_size, common * self._block_size
+        missed = next((key for key in misses if key in self._pending), misses[-1]) if misses else None
+        if cut < common:
+            reason = self._state_reason(seq, cut, common)
+        elif missed is None:
+            reason = "end" if longest else "short"
+        else:
+            reason = self._miss_reason(missed, cut)
+        return PrefixHit(tables, *numbers, reason, missed, tuple(misses))
+
+    def _fit_all(self, seq: Sequence, cut: int, misses: list[BlockKey]) -> int | None:
+        """Returns the longest prefix of at most `cut` links that all groups can use, and adds blocks that they lack to `misses`.
+
+        Returns None if it takes too much hashing.
+        """
         number = content = 0
         while content < len(self._groups):  # each group may shorten it, until it is stable
             fit = self._fit(number, seq, cut, misses)
@@ -119,11 +144,11 @@ class PrefixMatcher:
                 return None
             content = content + 1 if fit == cut else 1
             cut, number = fit, (number + 1) % len(self._groups)
-        tables = [self._found(number, seq, cut) for number in range(len(self._groups))]
-        if not misses:
-            return PrefixHit(tables, cut * self._block_size, "end" if longest else "short")
-        missed = next((key for key in misses if key in self._pending), misses[-1])
-        return PrefixHit(tables, cut * self._block_size, self._miss_reason(missed, cut), missed, tuple(misses))
+        return cut
+
+    def _state_reason(self, seq: Sequence, cut: int, common: int) -> HitReason:
+        assert self._states is not None
+        return "state_evicted" if self._states.was_evicted(seq.digests[cut:common]) else "no_state"
 
     def _fit(self, number: int, seq: Sequence, cut: int, misses: list[BlockKey]) -> int | None:
         """Returns the longest prefix of at most `cut` links that this group can use, and adds the block it lacks for more to `misses`.

@@ -45,6 +45,7 @@ class Request:
         "arrival",
         "bad_words",
         "beams",
+        "checkpoints",
         "end_ids",
         "extras",
         "held",
@@ -83,6 +84,7 @@ class Request:
         self.seed = given_seed(engine_seed, arrival) if params.seed is None else params.seed
         self.life = LifeRecord(queued)
         self.extras = message.extras  # link -> additional bytes that its digest covers besides its tokens
+        self.checkpoints = message.checkpoints  # where the prompt may be continued differently, for recurrent models
         self.position_offset = message.position_offset
         self.held = False  # must not be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
@@ -100,9 +102,10 @@ class Request:
 
 class Sequence:
     __slots__ = (
-        "__weakref__", "blocks_for_others", "digests", "ended", "in_flight", "index", "key", "limit", "lost", "misses",
-        "num_computed", "num_planned", "num_sealed", "num_tokens", "pending", "preemptions", "request", "reserved", "retry_at",
-        "room", "row", "rows_needed", "seq_id", "since", "status", "steps_passed", "stop_at", "tables", "token_ids", "waits_for",
+        "__weakref__", "blocks_for_others", "digests", "ended", "in_flight", "index", "key", "last_kept", "limit", "lost", "marks",
+        "misses", "num_computed", "num_planned", "num_sealed", "num_tokens", "pending", "preemptions", "request", "reserved", "retry_at",
+        "room", "row", "rows_needed", "seq_id", "since", "states", "states_kept", "status", "steps_passed", "stop_at", "tables", "tail",
+        "token_ids", "unsealed", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +129,7 @@ class Sequence:
         self.waits_for: BlockKey | None = None  # a block that another sequence is computing
         self.misses: tuple[BlockKey, ...] = ()  # blocks that its prefix lacked when it did not fit
         self.retry_at = NEVER_TRIED  # it cannot fit before this many more blocks than its margin have been freed, see admission.py
+        self.states_kept: int | None = None  # checkpoints kept so far when it did not fit, if its prefix lacked one
         self.row = -1
         self.since = 0  # the step of its last admission
         self.rows_needed = 1  # more than one if it represents samples that are not forked yet
@@ -137,6 +141,11 @@ class Sequence:
         self.lost = 0  # positions discarded by the last preemption
         self.steps_passed = 0  # steps in which others were admitted before it
         self.key = (request.priority if by_priority else 0, request.arrival, index)
+        self.states: list[tuple[int, int]] = []  # of a recurrent model: (positions covered, state slot), the live one last
+        self.unsealed: set[int] = set()  # positions of those that will be checkpoints
+        self.marks: set[int] = set()  # positions where a checkpoint is wanted
+        self.tail: bytes | None = None  # the checkpoint in its output, which the next one replaces
+        self.last_kept = 0  # the position of the last other checkpoint that it found or left
 
     @property
     def unforked(self) -> bool:

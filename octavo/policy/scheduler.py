@@ -142,8 +142,8 @@ class Scheduler:
         """Returns the plan of the next step. It may be empty while results are awaited."""
         self.step += 1
         plan = StepPlan(self.step)
-        planned: list[Sequence] = []
-        self._planned[plan.step] = planned
+        planned = self._planned.setdefault(plan.step, [])
+        self.kv.begin_plan()
         preempted = self._preempt_on_schedule()
         for parent in self.admission.unforked.copy():
             if parent.num_planned == parent.stop_at:
@@ -220,6 +220,7 @@ class Scheduler:
         plan.outputs.append(1 if samples else 0)
         planned.append(seq)
         seq.num_planned = end
+        self.kv.plan_states(seq, start, plan)
         if samples:
             seq.in_flight += 1
             if seq.request.beams is not None:
@@ -394,6 +395,5 @@ class Scheduler:
 
     def snapshot(self) -> SchedulerStats:
         """Returns the counters and gauges at this moment, as an immutable copy that other threads can read."""
-        gauges = {"running": len(self.running), "waiting": len(self.waiting)}
-        gauges |= {"free_blocks": self.kv.pool.num_free, "pinned_blocks": len(self.kv.pool.pinned)}
-        return replace(self.stats, steps=self.stats.steps.copy(), **gauges)
+        numbers = {"running": len(self.running), "waiting": len(self.waiting)} | self.kv.numbers()
+        return replace(self.stats, steps=self.stats.steps.copy(), **numbers)

@@ -83,6 +83,18 @@ class PackedWeight:
         """Returns the rows that `index` selects, in its order."""
         return replace(self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index])
 
+    def columns(self, index: Tensor) -> "PackedWeight | None":
+        """Returns the weights with the column `index[j]` as column j. Columns that leave their groups are computed in the old order.
+
+        Some of the columns are returned only in whole groups, otherwise None.
+        """
+        assert self.order is None, "columns are reordered once"
+        first = index[:: self.group]
+        if torch.equal(index, (first[:, None] + torch.arange(self.group)).view(-1)) and not bool((first % self.group).any()):
+            groups = first // self.group
+            return replace(self, codes=self.codes[:, index], scale=self.scale[:, groups], offset=self.offset[:, groups])
+        return replace(self, order=torch.argsort(index).int()) if len(index) == self.shape[1] else None
+
     def without_table(self) -> "PackedWeight":
         """Returns the same weights with codes as values: with 8 bits, if there was a table."""
         return self if self.table is None else replace(self, bits=8, codes=self._values(), table=None)

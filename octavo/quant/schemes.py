@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.fp8_matrix import Fp8Matrix
-from octavo.kernels.ops import fp8_linear, packed_gate_up, packed_linear, silu_and_mul, unpack
+from octavo.kernels.ops import (
+    fp8_linear,
+    invariant_fp8_linear,
+    invariant_linear,
+    invariant_packed_linear,
+    packed_gate_up,
+    packed_linear,
+    silu_and_mul,
+    unpack,
+)
 from octavo.kernels.reference.dequant import FP4_TABLE
 from octavo.kernels.reference.fp8 import widen
 from octavo.kernels.reference.layer import pack_words
@@ -24,6 +33,8 @@ from octavo.quant.packed import PackedWeight
 
 
 class QuantScheme(Protocol):
+    invariant: bool  # on a GPU, a product has the same bits for a row whatever the other rows are
+
     def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None: ...
 
     def finalize(self, layer: nn.Module) -> None: ...
@@ -38,6 +49,9 @@ class QuantScheme(Protocol):
 class Unquantized:
     """Dense weights [out_features, in_features] in the dtype of the run."""
 
+    def __init__(self, invariant: bool = False) -> None:
+        self.invariant = invariant
+
     def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         layer.register_parameter("weight", empty_parameter(out_features, in_features, dtype=dtype))
         layer.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
@@ -46,7 +60,8 @@ class Unquantized:
         pass
 
     def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return multiply(x, cast(Tensor, layer.weight), cast(Tensor | None, layer.bias), out)
+        product = invariant_linear if self.invariant else multiply
+        return product(x, cast(Tensor, layer.weight), cast(Tensor | None, layer.bias), out)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
         return silu_and_mul(self.apply(layer, x))
@@ -80,6 +95,9 @@ def _without_matrix(layer: nn.Module, out_features: int, bias: bool, dtype: torc
 class Packed:
     """The layer's parameters are those of its `codes`."""
 
+    def __init__(self, invariant: bool = False) -> None:
+        self.invariant = invariant
+
     def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         _without_matrix(layer, out_features, bias, dtype)
 
@@ -92,10 +110,11 @@ class Packed:
         pass
 
     def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return packed_linear(x, cast(DeviceCodes, layer.codes), cast(Tensor | None, layer.bias), out)
+        product = invariant_packed_linear if self.invariant else packed_linear
+        return product(x, cast(DeviceCodes, layer.codes), cast(Tensor | None, layer.bias), out)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if layer.bias is not None:
+        if layer.bias is not None or self.invariant:
             return silu_and_mul(self.apply(layer, x))
         return packed_gate_up(x, cast(DeviceCodes, layer.codes))
 
@@ -105,6 +124,9 @@ class Packed:
 
 class Fp8:
     """8-bit floats with scales. The layer's parameters are those of `fp8`."""
+
+    def __init__(self, invariant: bool = False) -> None:
+        self.invariant = invariant
 
     def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         _without_matrix(layer, out_features, bias, dtype)
@@ -118,7 +140,8 @@ class Fp8:
         pass
 
     def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return fp8_linear(x, cast(Fp8Matrix, layer.fp8), cast(Tensor | None, layer.bias), out)
+        product = invariant_fp8_linear if self.invariant else fp8_linear
+        return product(x, cast(Fp8Matrix, layer.fp8), cast(Tensor | None, layer.bias), out)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
         return silu_and_mul(self.apply(layer, x))
@@ -128,6 +151,14 @@ class Fp8:
 
 
 FP8 = Fp8()
+
+
+def make_invariant(model: nn.Module) -> None:
+    """Lets every matrix of a loaded model use products whose bits for a row do not depend on the other rows."""
+    for module in model.modules():
+        scheme = getattr(module, "scheme", None)
+        if isinstance(scheme, (Unquantized, Packed, Fp8)):
+            module.scheme = type(scheme)(invariant=True)  # type: ignore[assignment]
 
 
 def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:

@@ -133,12 +133,14 @@ class Tally:
     def timings(self) -> dict[str, object]:
         """Returns times in milliseconds, each the longest of all prompts, and why the first prompt's prefix hit ended."""
         spans = [_spans(life) for life in self._lives if life is not None]
+        common = sum(life.common_tokens for life in self._lives if life is not None)
         queue, prefill, decode = (round(1000 * max(times), 3) for times in zip(*spans, strict=True)) if spans else (0.0, 0.0, 0.0)
         return {
             "queue_ms": queue,
             "prefill_ms": prefill,
             "decode_ms": decode,
             "cached_tokens": self.cached_tokens,
+            **({"common_tokens": common} if common > self.cached_tokens else {}),
             "preemptions": sum(life.preemptions for life in self._lives if life is not None),
             "hit_reason": None if self._lives[0] is None else self._lives[0].hit_reason,
             **self._routed(),

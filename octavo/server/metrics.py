@@ -15,18 +15,18 @@ import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from octavo import metrics
-from octavo.messages import STEP_TOKENS, EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import STEP_TOKENS, EngineFacts, HitReason, RankNumbers, SchedulerStats
 from octavo.metrics import cumulated
 from octavo.own_file import naming_tmpdir
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-HIT_REASONS = ("end", "short", "differs", "evicted", "cold", "off")
+HIT_REASONS = get_args(HitReason)
 FAILURES = ("invalid_request", "overloaded", "queue_timeout", "deadline_exceeded", "engine_dead", "engine_lost", "numerical_error", "other")
 STATUSES = ("200", "204", "400", "401", "403", "404", "405", "408", "413", "414", "415", "429", "431", "499", "500", "503", "504", "other")
 SECONDS = tuple(float(f"{digits}e{power}") for power in range(-3, 3) for digits in ("1", "1.5", "2", "3", "5", "7.5")) + (1000.0,)
@@ -176,17 +176,28 @@ def engine_families(prefix: str, labels: Mapping[str, str], engines: Sequence[En
     """Yields the gauges and counters of engines, and of the ranks of each."""
     names = [*labels, "engine"]
     found = [([*labels.values(), str(engine.number)], _numbers_of(engine)) for engine in engines]
-    for family, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for name, text in texts.items():
-            metric = family(prefix + name, text, labels=names)
-            for own, numbers in found:
-                metric.add_metric(own, numbers[name])
-            yield metric
+    yield from _families(prefix, names, GAUGES, COUNTERS, found)
+    states = [(own, metrics.state_numbers_of(engine.stats)) for (own, _), engine in zip(found, engines) if engine.stats.state_slots]
+    if states:
+        yield from _families(prefix, names, metrics.STATE_GAUGES, metrics.STATE_COUNTERS, states)
     steps = HistogramMetricFamily(prefix + metrics.STEPS, "Tokens that a step computed.", labels=names)
     for (own, _), engine in zip(found, engines):
         steps.add_metric(own, cumulated(STEP_TOKENS, engine.stats.steps), engine.stats.step_tokens)
     yield steps
     yield from _rank_families(prefix, labels, [engine for engine in engines if engine.facts is not None and engine.facts.ranks])
+
+
+def _families(
+    prefix: str, names: list[str], gauges: Mapping[str, str], counters: Mapping[str, str],
+    found: Sequence[tuple[list[str], Mapping[str, float]]],
+) -> Iterator[Metric]:  # fmt: skip
+    """`found`: the labels and the numbers of each engine"""
+    for family, texts in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, text in texts.items():
+            metric = family(prefix + name, text, labels=names)
+            for own, numbers in found:
+                metric.add_metric(own, numbers[name])
+            yield metric
 
 
 GAUGES = {**metrics.GAUGES, "engine_ready": "1 while requests are served."}

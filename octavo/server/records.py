@@ -138,6 +138,7 @@ def _prompt_dict(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[
         "seed": prompt.seed,
         "cached_tokens": life.cached_tokens,
         "pinned_tokens": life.pinned_tokens,
+        **({} if life.common_tokens <= life.cached_tokens else {"common_tokens": life.common_tokens}),
         "hit_reason": life.hit_reason,
         **({} if life.hit_group is None else {"hit_group": life.hit_group}),
         "preemptions": life.preemptions,

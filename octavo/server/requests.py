@@ -76,7 +76,7 @@ async def chat_request(
     beams = beams_of(body, server.config.max_n) if isinstance(body, ChatBody) else None
     params = _seeded(params, server) if beams is None else for_beams(params)
     terms = _terms_of(body, server.config)
-    text, ids = await _encode_chat(request, server, messages, offered, body.chat_template_kwargs)
+    text, ids, ends = await _encode_chat(request, server, messages, offered, body.chat_template_kwargs)
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids)], server.llm.facts.limits)
     form = answer_form(server, offered, choice, body.parallel_tool_calls)
@@ -88,7 +88,7 @@ async def chat_request(
         written = partial(chat_grammar, structured, form, offered, choice, text)
         params = params if choice.mode != "required" else replace(params, stop=(), stop_token_ids=())  # what ends text ends no call
         params = await _held_to(server, params, await server.threads.run("bodies", request, written))
-    return text, AddRequest("", ids, params, *terms, words, beams=beams), form
+    return text, AddRequest("", ids, params, *terms, words, beams=beams, checkpoints=ends), form
 
 
 async def completion_requests(
@@ -131,12 +131,17 @@ async def _encode_chat(
     messages: Callable[[], Sequence[Message]],
     tools: Sequence[Message],
     options: Mapping[str, object] | None,
-) -> tuple[str, list[int]]:
-    def encode() -> tuple[str, list[int]]:
+) -> tuple[str, list[int], list[int]]:
+    """Returns the text of a conversation, its ids, and where its messages end if the model can use that."""
+    encoder, facts = server.llm.encoder, server.llm.facts
+
+    def encode() -> tuple[str, list[int], list[int]]:
+        whole = messages()
         try:
-            return server.llm.encoder.encode_chat(messages(), tools or None, options or {}, server.llm.facts.limits.max_model_len)
+            text, ids = encoder.encode_chat(whole, tools or None, options or {}, facts.limits.max_model_len)
         except TemplateError as error:  # now it names a field, which `named` can rename for other routes
             raise RequestError(str(error), "messages") from error
+        return text, ids, encoder.message_ends(whole, (text, ids), tools or None, options or {}) if facts.keeps_states else []
 
     # always in a thread: a template from a model's files may take seconds even for short messages
     return await server.threads.run(await _kind(request), request, encode)

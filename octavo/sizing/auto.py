@@ -7,6 +7,8 @@
     kv_cache_layout           nhd      nhd
     max_pinned_blocks         a quarter of the pool, once its size is known
 
+With recurrent layers, max_num_seqs is also bounded by the memory of their states, once the size of the pool is known.
+
 Explicit settings are kept, and defaults adapt to them: a step must hold at least one token of every row.
 """
 
@@ -16,12 +18,15 @@ from typing import Any, Literal
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.log import logger
 from octavo.models.description import ModelDescription
+from octavo.policy.cache_spec import slot_bytes
 from octavo.sizing.gpu_size import graph_refusal
+from octavo.sizing.memory_plan import Memory, ModelNeeds, largest, plan_memory, shown
 from octavo.sizing.native_size import native_refusal
 
 MAX_NUM_SEQS = {"cpu": 256, "cuda": 512}  # on a GPU one read of the weights serves all rows of a step, so many rows pay off
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+LEAST_ROWS = 4  # of a recurrent model, whatever its states take
 
 
 def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
@@ -53,3 +58,24 @@ def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
         logger.info("CUDA graphs are off for this model: %s", why)
         config = replace(config, enforce_eager=True)
     return config
+
+
+def with_room_for_states(
+    config: ResolvedConfig, asked: EngineConfig, needs: ModelNeeds, memory: Memory
+) -> tuple[ResolvedConfig, str | None]:
+    """Lowers `max_num_seqs`, unless it was set, until the states of all rows take at most half as much memory as the KV cache.
+
+    Returns the settings, and why they were changed.
+    """
+    state, most = slot_bytes(needs.specs), config.max_num_seqs
+    if not state or asked.max_num_seqs is not None:
+        return config, None
+
+    def fits(rows: int) -> bool:
+        return 2 * rows * state <= plan_memory(needs, replace(config, max_num_seqs=rows), memory).use.kv_cache // 2
+
+    rows = largest(LEAST_ROWS, most, fits) or min(LEAST_ROWS, most)
+    if rows == most:
+        return config, None
+    why = f"a sequence has two states of {shown(state)}, and those of all sequences may take half as much memory as the KV cache"
+    return replace(config, max_num_seqs=rows), f"max_num_seqs is {rows} instead of {most}: {why}"

@@ -1,10 +1,11 @@
 """How much memory each part needs, before any of it is allocated. `octavo plan` prints the plan, and the engine starts from it.
 
     weights       all weights of the model
-    KV cache      the block pool: reserved at start, allocated as blocks are written; on a GPU, allocated at start
+    KV cache      the block pool: reserved at start, allocated as blocks are written; on a GPU, allocated at start. Of a recurrent
+                  model also the state slots of checkpoints, a share of it (`state_cache_share`)
     activations   the peak of one step, or what loading needs beyond the weights and the pool, if that is more
     graphs        steps captured on a GPU
-    rows          token ids and block tables of every row, and the rotation tables
+    rows          token ids and block tables of every row, of a recurrent model also two state slots, and the rotation tables
     other         Python and its libraries, the tokenizer, the pool's own lists, memory that malloc retains; on a GPU, CUDA's own
 
 A plan covers the memory of one device: that of the process on a CPU, a share of the device memory on a GPU. If GPU and CPU share
@@ -23,15 +24,14 @@ from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError, in_flag
 from octavo.models.description import ModelDescription
 from octavo.policy.cache_group import CacheGroup
-from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec, blocks_for, one_group, split_layers, token_bytes
+from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec, blocks_for, one_group, slot_bytes, split_layers, token_bytes
 from octavo.sizing.activations import FLOAT32, step_bytes
+from octavo.sizing.cache_size import MOST_BLOCKS, CacheSize, default_pool_bytes
 from octavo.sizing.gpu_size import CONTEXT, FLASHINFER, GPU_LIBRARIES, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
 from octavo.sizing.model_size import largest_matrix
 from octavo.sizing.native_size import native_step_bytes
 
 MIB, GIB = 2**20, 2**30
-MOST_CPU_POOL = 4 * GIB
-MOST_BLOCKS = 2**20  # unless set: the block pool stores some bytes per block, and a toy model would get millions of blocks
 LIBRARIES = 150 * MIB  # measured: Python with torch and the rest imported
 MOST_KEPT = 64 * MIB  # retained by malloc, out of two fifths of the activations: larger tensors are returned to the system at once
 LEFT_PER_WORD, MOST_LEFT = 300, 16 * MIB  # memory left over from reading the vocabulary, which native buffers reuse as they grow
@@ -77,6 +77,7 @@ class ModelNeeds:
     arm: bool = False  # torch copies a matrix before it multiplies by it, and malloc retains nothing
     slab: int = 0  # bytes of the weights that a step on a GPU dequantises at once
     one_table: str | None = None  # why all layers share one block table, so that windows free nothing
+    all_specs: list[LayerCacheSpec] | None = None  # of all stages of a pipeline, if these are of one
 
     @property
     def keeps_codes(self) -> bool:
@@ -147,11 +148,6 @@ def flag_size(size: int) -> str:
     return in_flag(size) + (f" ({shown(size)})" if size > MIB and size % MIB else "")
 
 
-def default_pool_bytes(memory_bytes: int) -> int:
-    """A quarter of the memory the process may use, at most 4 GiB."""
-    return min(memory_bytes // 4, MOST_CPU_POOL)
-
-
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     """The largest number from `low` to `high` that fits, if all numbers below one that fits also fit."""
     if high < low or not fits(low):
@@ -203,7 +199,7 @@ class _Planner:
         self.most = needs.model.max_position
         self.groups = needs.groups
         self.per_token = token_bytes(needs.specs, self.groups)  # of a block; with one group, of all layers
-        self.state = sum(spec.state_bytes for spec in needs.specs)  # of a row
+        self.state = slot_bytes(needs.specs)  # of a state slot
         self.fewest = 1 + len(self.groups)  # blocks: the null block, and one of each group
         # with unified memory, the matrix that the host has read is held in addition to what is already on the device
         self.loading = needs.loading + (largest_matrix(needs.model) * FLOAT32 if memory.unified else 0)
@@ -215,6 +211,7 @@ class _Planner:
         contiguous = config.attention_backend == "contiguous"  # a region for every row, and on a GPU one more for padding
         regions = config.max_num_seqs + (needs.device == "cuda")
         kv_cache = config.block_size * (regions * table_blocks * needs.bytes_per_token if contiguous else num_blocks * self.per_token)
+        kv_cache += self._cache(config).kept_states(num_blocks) * self.state
         if needs.device == "cuda":
             return self._gpu_use(config, kv_cache, num_blocks, max_len)
         load = StepLoad(
@@ -229,7 +226,7 @@ class _Planner:
         else:
             step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load, needs.arm)
             kept = 0 if needs.arm else min(MOST_KEPT, step * 2 // 5)
-        row = 8 * (max_len + len(self.groups) * table_blocks) + BYTES_PER_ROW + self.state
+        row = 8 * (max_len + len(self.groups) * table_blocks) + BYTES_PER_ROW + 2 * self.state
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
@@ -250,7 +247,7 @@ class _Planner:
             kv_cache=kv_cache,
             activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # the pool is last
             graphs=graphs,
-            rows=gpu_row_bytes(model, rows, *limits) + rows * self.state,
+            rows=gpu_row_bytes(model, rows, *limits) + 2 * rows * self.state,
             other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0) + on_host,
         )
 
@@ -266,8 +263,12 @@ class _Planner:
             blocks = self._most_blocks(config, most) or least
         max_len = wanted or largest(2, self._reach(config, blocks), lambda length: self._holds(config, blocks, length)) or 2
         ranks, tokens = config.decode_context_parallel_size, config.max_num_batched_tokens
-        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, ranks, self.state)
+        states = self._cache(config).num_states(blocks, config.max_num_seqs)
+        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, ranks, self.state, states)
         return MemoryPlan(geometry, self.use(config, blocks, max_len), self.memory, None, geometry.concurrency(tokens))
+
+    def _cache(self, config: ResolvedConfig) -> CacheSize:
+        return CacheSize.of(config, self.per_token, self.needs.specs, self.needs.all_specs)
 
     def fits(self, config: ResolvedConfig, plan: MemoryPlan | None = None) -> bool:
         plan = plan or self.plan(config)
@@ -277,15 +278,14 @@ class _Planner:
 
     def _default_blocks(self, config: ResolvedConfig) -> int:
         """The upper bound when no size is set: on a GPU the pool may take all free memory."""
-        per_block = config.block_size * self.per_token
         if self.memory.gpu is None:
-            return min(default_pool_bytes(self.memory.total) // per_block, MOST_BLOCKS)
-        return min(max(self.memory.free // per_block, self.fewest), MOST_BLOCKS)
+            return min(self._cache(config).blocks_in(default_pool_bytes(self.memory.total)), MOST_BLOCKS)
+        return min(max(self._cache(config).blocks_in(self.memory.free), self.fewest), MOST_BLOCKS)
 
     def _asked_blocks(self, config: ResolvedConfig) -> int | None:
         if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is None:
             return config.num_gpu_blocks_override
-        return config.kv_cache_memory_bytes // (self.per_token * config.block_size)
+        return self._cache(config).blocks_in(config.kv_cache_memory_bytes)
 
     def _holds(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> bool:
         return self.use(config, num_blocks, max_len).total <= self.memory.free
@@ -310,7 +310,7 @@ class _Planner:
             raise ConfigError(
                 f"a KV cache of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} has room for "
                 f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token:,} bytes per token, and needs at least {fewest}: "
-                f"raise --kv-cache-memory-bytes to {flag_size(fewest * per_token * size)} or more, or lower --block-size"
+                f"raise --kv-cache-memory-bytes to {flag_size(self._cache(config).bytes_for(fewest))} or more, or lower --block-size"
             )
 
     # -- messages
@@ -334,7 +334,7 @@ class _Planner:
     def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
         """Returns settings with a pool that holds the longest sequence of the plan."""
         blocks = self._blocks_for(config, plan.geometry.max_model_len) + 1
-        return replace(config, kv_cache_memory_bytes=blocks * config.block_size * self.per_token)
+        return replace(config, kv_cache_memory_bytes=self._cache(config).bytes_for(blocks))
 
     def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         """The share of a GPU that would be enough, if there is one. The plan is repeated with that share, since it may need more then."""
@@ -379,7 +379,7 @@ class _Planner:
         blocks = self._most_blocks(config, asked) or self.fewest
         name, value = "num_gpu_blocks_override", blocks
         if config.num_gpu_blocks_override is None:
-            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.per_token
+            name, value = "kv_cache_memory_bytes", self._cache(config).bytes_for(blocks)
         turned = _with(config, name, value)
         return (name, value, turned) if self.fits(turned) else None
 

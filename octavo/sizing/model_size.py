@@ -16,7 +16,7 @@ from octavo.models.description import EXPERT_STACKS, Matrix, ModelDescription
 from octavo.policy.cache_spec import ITEM_BYTES
 
 SCALE_AND_OFFSET = 4  # bytes for each group of quantised weights
-DECIDING = ("router", "shared_gate")  # small matrices that select the experts and their weights: they stay floats
+DECIDING = ("router", "shared_gate", "delta_gates")  # small matrices that select experts, or scale what a layer remembers: they stay floats
 _GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
 _GPU_GROUPS = (128, 64, 32, 16)  # a scale costs the GPU kernels more than those of the CPU
 

@@ -5,6 +5,7 @@ padded to 64, or to a group.
 """
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from octavo.attention.mixer import StepLoad
 from octavo.layout import K_PAD, PANEL
@@ -18,7 +19,9 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matri
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, KEPT_BACK = 1.25, 4.1, 1.2
 HALF_EMPTY = 1 << 20  # bytes on average: a matrix occupies whole huge pages of 2 MiB
 
-KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm", "alibi"}  # features of attention
+KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm", "alibi", "output_gate"}  # features of attention
+DELTA_MATRICES = {"delta_in", "delta_gates"}
+LANES, LARGEST_HEAD, LARGEST_CONV = 16, 256, 8  # of Gated DeltaNet
 
 
 def native_refusal(model: ModelDescription) -> str | None:
@@ -28,17 +31,30 @@ def native_refusal(model: ModelDescription) -> str | None:
     for layer, index in model.kinds.items():
         if (difference := _unknown(layer)) is not None:
             return f"layer {index} {difference}"
-    return next((f"it has a matrix {matrix.name}" for matrix in model.matrices if matrix.name not in MATRICES), None)
+    return next((f"it has a matrix {matrix.name}" for matrix in model.matrices if matrix.name not in MATRICES | DELTA_MATRICES), None)
 
 
 def _unknown(layer: LayerShape) -> str | None:
     """Returns the property of a layer that the native program does not support, or None."""
-    if layer.mixer.kind != "attention":
+    if layer.mixer.kind not in ("attention", "delta_net"):
         return f"has a mixer of kind {layer.mixer.kind}"
     if layer.mlp.experts is not None and (layer.parallel or not layer.mlp.gated):
         return "has a mixture of experts without gates, or parallel to its mixer"
+    if layer.mixer.kind == "delta_net":
+        return _unknown_delta_net(layer)
     lacking = [name for name in layer.mixer.features if name not in KNOWN]
     return f"has attention with {', '.join(lacking)}" if lacking else None
+
+
+def _unknown_delta_net(layer: LayerShape) -> str | None:
+    spec: Any = layer.mixer
+    if layer.parallel:
+        return "has Gated DeltaNet parallel to its MLP"
+    if any(size % LANES or not 0 < size <= LARGEST_HEAD for size in (spec.k_dim, spec.v_dim)):
+        return f"has Gated DeltaNet with heads of {spec.k_dim} and {spec.v_dim}: multiples of {LANES} up to {LARGEST_HEAD} are supported"
+    if not 2 <= spec.conv_width <= LARGEST_CONV:
+        return f"has a convolution of width {spec.conv_width}: 2 to {LARGEST_CONV} are supported"
+    return None
 
 
 def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
@@ -88,8 +104,11 @@ def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, wides
     prepared = hidden + widest  # rows in the format that products read: for norms, and for attention or gates
     if layer.parallel:  # the same rows for the MLP, and its result
         prepared += hidden + K_PAD + hidden
-    # the residual stream, the sub-layer's output, the norm; q, k, v and the result of attention
-    attention = 3 * hidden + there["qkv"].rows + there["output"].columns + prepared
+    if "delta_gates" in there:  # the same rows for the gates, and their product
+        prepared += hidden + K_PAD + there["delta_gates"].rows
+    # the residual stream, the sub-layer's output, the norm; q, k, v and the result of attention, or of Gated DeltaNet
+    first = there["delta_in" if "delta_in" in there else "qkv"]
+    attention = 3 * hidden + first.rows + there["output"].columns + prepared
     if experts is None:
         return attention + there["down"].columns
     # per chosen expert: its input row, gates twice, and its result; once: rows for the router and for experts, and the scores

@@ -3,6 +3,8 @@
     row       | 8 words: lengths, temperature, noise, offset | block tables, max_blocks words for each group | token ids, max_len words |
     entries   sent by the host, one int32 array:
               query_start [P+1] | row [P] | start [P] | outputs [P] | first_output [P+1] | context_len [groups, P]
+              of a recurrent model also   state_read [P] | state_write [P] | first_checkpoint [P+1]
+    checkpoints  of a recurrent model, sent by the host: checkpoint_end [K] | checkpoint_state [K]
     the rest  of the tensors is read by `prepare` from the rows
 
 P scheduled rows have T tokens and S outputs: logits that an id may be sampled from. A row has at least one output, after its last
@@ -44,6 +46,7 @@ class RowLayout:
     max_blocks: int  # of one table
     max_len: int
     links: tuple[int, ...] = (1,)  # per cache group: a block of its table has this many times `block_size` tokens
+    has_states: bool = False  # the model has recurrent layers
 
     def __post_init__(self) -> None:
         if self.width > MOST_WORDS:
@@ -80,6 +83,8 @@ NO_SLOT = -1  # nothing is stored there
 AXES = 1  # of positions: text has one
 PADDING = -1  # the row of a padding entry
 ENTRY_PARTS = 5  # before the lengths, of which there is a part for each cache group
+STATE_PARTS = 3  # after the lengths
+NO_STATE = -1  # nothing is stored there
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Shape:
     tokens: int
     outputs: int  # at least one for each entry, and as many if no row has drafts
     in_teams: bool = False  # on a device: some rows have shared-prefix groups, which need more kernels
+    checkpoints: int = 0  # of a recurrent model: states written on the way of an entry
 
     @property
     def decodes(self) -> bool:
@@ -104,9 +110,9 @@ def part_words(entries: int) -> int:
 
 def packed_entries(plan: StepPlan, shape: Shape, groups: int) -> NDArray[np.int32]:
     """Returns the plan as packed int32 fields, padded to a shape, in the order of `StepTensors`."""
-    count, size = len(plan.row), shape.entries
-    words = np.zeros((ENTRY_PARTS + groups, part_words(size)), np.int32)
-    (query_start, row, start, outputs, first_output), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:, :count]
+    count, size, lengths_end = len(plan.row), shape.entries, ENTRY_PARTS + groups
+    words = np.zeros((lengths_end + (STATE_PARTS if plan.states else 0), part_words(size)), np.int32)
+    (query_start, row, start, outputs, first_output), context_len = words[:ENTRY_PARTS], words[ENTRY_PARTS:lengths_end, :count]
     query_start[1 : count + 1] = list(accumulate(plan.num_query))
     if size > count:
         query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
@@ -119,12 +125,35 @@ def packed_entries(plan: StepPlan, shape: Shape, groups: int) -> NDArray[np.int3
     context_len[:] = start[:count] + query_start[1 : count + 1] - query_start[:count]
     for group, lengths in plan.group_lengths.items():
         context_len[group] = lengths
+    if plan.states:
+        read, write, first_checkpoint = words[lengths_end:]
+        read[:count], write[:count] = zip(*plan.states)
+        write[count:] = NO_STATE
+        entries = [entry for entry, _, _ in plan.checkpoints]
+        first_checkpoint[: size + 1] = np.searchsorted(entries, np.arange(size + 1))
     return words.ravel()
+
+
+def packed_checkpoints(plan: StepPlan) -> NDArray[np.int32]:
+    """Returns [K, 2]: the token of the step after which each checkpoint of the plan is written (its index plus 1), and the state slot."""
+    first = list(accumulate(plan.num_query, initial=0))
+    rows = [(first[entry] + covered - plan.start[entry], state) for entry, covered, state in plan.checkpoints]
+    return np.array(rows, np.int32).reshape(-1, 2)
 
 
 def plan_sizes(plan: StepPlan) -> tuple[int, int, int]:
     """Returns how many entries, tokens and outputs a plan has."""
     return len(plan.row), sum(plan.num_query), plan.first_outputs()[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The state slots of a step. All are int32."""
+
+    read: Tensor  # [P]: the state before an entry's first token; the null slot: there is none before
+    write: Tensor  # [P]: receives the state after its last token; NO_STATE for padding
+    first_checkpoint: Tensor  # [P+1]
+    checkpoints: Tensor  # [K, 2]: the end of the tokens that it covers, as an index of the step's tokens, and its state slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +174,22 @@ class StepTensors:
     temperature: Tensor  # [S] float32
     noise: Tensor  # [S, 4] int32
     draw_positions: Tensor  # [S] int32: the position of the sampled id
+    states: StepStates | None = None  # of a recurrent model
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # numpy views of the same memory, on a CPU; created on first use
 
     def on_host(self) -> dict[str, NDArray[Any]]:
         if not self.arrays:
-            names = (each.name for each in fields(self) if each.name != "arrays")
+            names = (each.name for each in fields(self) if each.name not in ("arrays", "states"))
             self.arrays.update({name: getattr(self, name).numpy() for name in names})
         return self.arrays
+
+
+def send(words: NDArray[np.int32], target: Tensor) -> None:
+    """Copies values to the beginning of a tensor. A copy to a device reads pinned memory, which is kept until it is done."""
+    if target.is_cuda:
+        target[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
+    else:
+        target.numpy()[: len(words)] = words
 
 
 class StepMemory:
@@ -161,7 +199,9 @@ class StepMemory:
         def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._parts = ENTRY_PARTS + layout.groups
+        self._parts = ENTRY_PARTS + layout.groups + (STATE_PARTS if layout.has_states else 0)
+        self._groups, self._has_states = layout.groups, layout.has_states
+        self.checkpoints = words(max_tokens if layout.has_states else 0, 2)
         self.entries = words(self._parts * part_words(max_entries))
         self._token_ids, self._cache_index = words(max_tokens, dtype=torch.int64), words(max_tokens)
         self._positions = words(AXES, max_tokens)
@@ -173,17 +213,28 @@ class StepMemory:
         self._noise = words(max_entries, NOISE_WORDS)
         self._last: StepTensors | None = None
 
-    def step(self, entries: int, tokens: int, outputs: int) -> StepTensors:
+    def send(self, plan: StepPlan, shape: Shape) -> None:
+        """Sends the scheduled rows of a plan, padded to a shape."""
+        assert len(plan.states) == len(plan.row) * self._has_states, "the slots of the recurrent states do not fit the plan"
+        send(packed_entries(plan, shape, self._groups), self.entries)
+        if plan.checkpoints:
+            send(packed_checkpoints(plan).ravel(), self.checkpoints.view(-1))
+
+    def step(self, entries: int, tokens: int, outputs: int, checkpoints: int = 0) -> StepTensors:
         """Returns views of the memory. They are reused, because most steps have the same size as the previous one."""
-        last = self._last
-        if last is None or (len(last.row), len(last.token_ids), len(last.sample_index)) != (entries, tokens, outputs):
-            self._last = last = self._views(entries, tokens, outputs)
+        last, size = self._last, (entries, tokens, outputs, checkpoints)
+        if last is None or _size(last) != size:
+            self._last = last = self._views(*size)
         return last
 
-    def _views(self, entries: int, tokens: int, outputs: int) -> StepTensors:
-        size, part = entries, part_words(entries)
+    def _views(self, entries: int, tokens: int, outputs: int, checkpoints: int) -> StepTensors:
+        size, part, lengths_end = entries, part_words(entries), ENTRY_PARTS + self._groups
         parts = self.entries[: self._parts * part].view(self._parts, part)
         query_start, row, start, sampled, first_output = parts[:ENTRY_PARTS]
+        states = None
+        if self._has_states:
+            read, write, first_checkpoint = parts[lengths_end:]
+            states = StepStates(read[:size], write[:size], first_checkpoint[: size + 1], self.checkpoints[:checkpoints])
         return StepTensors(
             entries=parts.view(-1),
             query_start=query_start[: size + 1],
@@ -191,7 +242,7 @@ class StepMemory:
             start=start[:size],
             outputs=sampled[:size],
             first_output=first_output[: size + 1],
-            context_len=parts[ENTRY_PARTS:, :size],
+            context_len=parts[ENTRY_PARTS:lengths_end, :size],
             token_ids=self._token_ids[:tokens],
             cache_index=self._cache_index[:tokens],
             positions=self._positions[:, :tokens],
@@ -201,4 +252,10 @@ class StepMemory:
             temperature=self._temperature[:outputs],
             noise=self._noise[:outputs],
             draw_positions=self._draw_positions[:outputs],
+            states=states,
         )
+
+
+def _size(step: StepTensors) -> tuple[int, int, int, int]:
+    checkpoints = 0 if step.states is None else len(step.states.checkpoints)
+    return len(step.row), len(step.token_ids), len(step.sample_index), checkpoints

@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,6 +11,7 @@ from jinja2 import TemplateSyntaxError, nodes
 from octavo.errors import ConfigError, LoadError, RequestError, TemplateError
 from octavo.inputs import Message, Prompt, prompt_parts
 from octavo.text.conversation import check_messages
+from octavo.text.message_ends import common_length, message_ends
 from octavo.text.reasoning import begun_answer
 from octavo.text.template_sandbox import TemplateSandbox
 from octavo.text.tokenizer import Tokenizer
@@ -98,7 +99,23 @@ class PromptEncoder:
             first, second = (self.encode_chat(each, tools, options, limit)[1] for each in (one, [*messages, next_message]))
         except TemplateError:  # nothing may follow
             return None, self.encode_chat(messages, tools, {**options, "add_generation_prompt": False}, limit)[1]
-        return None, first[: next((at for at, (left, right) in enumerate(zip(first, second)) if left != right), len(second))]
+        return None, first[: common_length(first, second)]
+
+    def message_ends(
+        self,
+        messages: Sequence[Message],
+        encoded: tuple[str | None, list[int]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] = _NO_OPTIONS,
+        template: str | None = None,
+    ) -> list[int]:
+        """Returns the lengths of prefixes that other conversations may continue. `encoded`: what `encode_chat` returned"""
+        text, ids = encoded
+        if text is None or self._tokenizer is None:
+            return []
+        thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        return message_ends(check_messages(messages), text, ids, lambda others: self.render_chat(others, tools, thinking, template), encode)
 
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None,

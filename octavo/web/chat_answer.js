@@ -81,6 +81,7 @@ function takeChunk(answer, chunk, clock, before) {
   }
   if (chunk.timings) {
     answer.reason = chunk.timings.hit_reason;
+    answer.common = chunk.timings.common_tokens;
     answer.preemptions = chunk.timings.preemptions;
   }
 }
@@ -92,7 +93,7 @@ async function takeRecord(answer, before) {
     const [prompt] = (await getJson(`./v1/requests/${encodeURIComponent(answer.request)}`)).prompts;
     answer.tokens = before + prompt.samples[0].generated_tokens;
     [answer.prompt, answer.cached, answer.total] = [prompt.prompt_tokens, prompt.cached_tokens, prompt.prompt_tokens + prompt.samples[0].generated_tokens];
-    [answer.reason, answer.preemptions] = [prompt.hit_reason, prompt.preemptions];
+    [answer.reason, answer.common, answer.preemptions] = [prompt.hit_reason, prompt.common_tokens, prompt.preemptions];
   } catch {
     // the server is gone, or has forgotten it: there are no figures
   }

@@ -3,6 +3,8 @@
 export const REASONS = {
   end: "Every full block of this prompt was cached. Only the last tokens were computed.",
   short: "The prompt does not fill one block, and only full blocks are cached.",
+  no_state: "More of it was cached, but no state of the recurrent layers was kept after it.",
+  state_evicted: "More of it was cached, but the state of the recurrent layers after it was evicted to make room.",
   differs: "From there on, this prompt is different from the ones before it.",
   evicted: "The rest had been cached, but was evicted to make room.",
   cold: "No earlier prompt begins like this one.",
@@ -22,11 +24,19 @@ export function figures(answer, model) {
   return said.join(" · ");
 }
 
+/** `common`: how many tokens were in the cache, where that is more than could be continued. */
+function reasonWords(reason, common) {
+  const known = (common ?? 0).toLocaleString("en");
+  if (common && reason === "no_state") return `${known} were in the cache, but no state of the recurrent layers was kept after the rest of them.`;
+  if (common && reason === "state_evicted") return `${known} were in the cache, but the next state of the recurrent layers was evicted to make room.`;
+  return REASONS[reason] ?? "";
+}
+
 /** { short, long } about the prompt's cached tokens; null where the server did not say. */
-export function cacheWords({ cached, prompt, reason }) {
+export function cacheWords({ cached, prompt, reason, common }) {
   if (cached === undefined || !prompt) return null;
   const short = `${cached.toLocaleString("en")} of ${prompt.toLocaleString("en")} cached`;
-  const long = `${cached.toLocaleString("en")} of ${count(prompt, "prompt token")} came from the cache. ${REASONS[reason] ?? ""}`;
+  const long = `${cached.toLocaleString("en")} of ${count(prompt, "prompt token")} came from the cache. ${reasonWords(reason, common)}`;
   return { short, long: long.trim() };
 }
 

@@ -48,6 +48,7 @@ function checkChanges(frame, numBlocks) {
   for (const field of ["blocks", "seqs", "gone", "steps", "events", "ranks"]) {
     want(frame[field] === undefined || Array.isArray(frame[field]), `${field} of a ${frame.kind} is not a list`);
   }
+  const areCounts = (list) => Array.isArray(list) && list.every((count) => Number.isInteger(count) && count >= 0);
   const isBlock = (block) => Number.isInteger(block) && block > 0 && block < numBlocks;
   for (const row of frame.blocks ?? []) {
     want(Array.isArray(row) && isBlock(row[0]), `block ${row?.[0]} is outside 1..${numBlocks - 1}`);
@@ -57,6 +58,8 @@ function checkChanges(frame, numBlocks) {
   for (const seq of frame.seqs ?? []) {
     want(Number.isInteger(seq?.seq), `seq is ${seq?.seq}, not a number`);
     want(seq.table === undefined || (Array.isArray(seq.table) && seq.table.every(isBlock)), `the table of sequence ${seq.seq} names no blocks`);
+    want(seq.checkpoints === undefined || areCounts(seq.checkpoints), `the checkpoints of sequence ${seq.seq} are not numbers of tokens`);
   }
+  want(frame.states === undefined || (areCounts(frame.states) && frame.states.length === 4), `states of a ${frame.kind} are not four counts`);
   for (const field of ["steps", "events", "gone", "ranks"]) want((frame[field] ?? []).every(Array.isArray), `${field} of a ${frame.kind} are not lists`);
 }

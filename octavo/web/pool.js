@@ -16,6 +16,7 @@ import { Engines } from "./pool_engines.js";
 import { READABLE, blocksOf, cellOf, layOut } from "./pool_layout.js";
 import { Places } from "./pool_places.js";
 import { writeRanks } from "./pool_ranks.js";
+import { writeStates } from "./pool_states.js";
 import { Requests } from "./pool_requests.js";
 import { Stage } from "./pool_stage.js";
 import { Titles } from "./pool_titles.js";
@@ -170,6 +171,7 @@ class Pool {
     writeCaption(this.#parts, state);
     writeFigures(this.#parts, state, counts);
     writeRanks(this.#parts, state);
+    writeStates(this.#parts, state);
     writeNews(this.#parts, state);
     this.#requests.draw(state);
     writeDetail(this.#parts, state, this.#lookedAt());

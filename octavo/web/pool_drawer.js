@@ -131,9 +131,10 @@ class SequenceTable {
 }
 
 function sayFacts(row) {
-  const { cached, prompt, reason, request } = row;
+  const { cached, prompt, reason, request, checkpoints } = row;
   const count = (number) => number.toLocaleString();
   const facts = [sayProgress(row).words];
   if (reason) facts.push(`${count(cached)} of ${count(prompt)} prompt tokens came from the cache. ${REASONS[reason] ?? ""}`.trim());
+  if (checkpoints?.length) facts.push(`States of the recurrent layers are kept after ${checkpoints.map(count).join(", ")} tokens.`);
   return [...facts, request];
 }

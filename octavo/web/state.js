@@ -83,6 +83,7 @@ export class State {
     this.news = []; // events of the delta that led here
     this.note = null;
     this.lost = 0;
+    this.states = null; // state slots of a recurrent model: [all, live, checkpoints, pinned checkpoints]
     this.ranks = []; // what each rank did last, where there are several: [rank, steps, share, age]
     this.busySince = null; // when the first of the requests that run or wait now was told; null: there is none
   }
@@ -108,6 +109,7 @@ export class State {
     this.numSteps += frame.steps?.length ?? 0;
     this.numEvents += frame.events?.length ?? 0;
     this.lost += frame.lost ?? 0;
+    this.states = frame.states ?? this.states;
     this.ranks = frame.ranks ?? this.ranks;
     this.busySince = this.seqs.size ? (this.busySince ?? at) : null;
   }

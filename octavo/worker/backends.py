@@ -50,7 +50,8 @@ class Kind:
         return Kind(mixer.kind, frozenset(mixer.features) - {BY_RANKS}, mixer.head_dim)
 
     def __str__(self) -> str:
-        return ", ".join([f"heads of {self.head_dim}", *sorted(self.features)])
+        mixer = [] if self.mixer == "attention" else [f"mixer {self.mixer}"]
+        return ", ".join([*mixer, f"heads of {self.head_dim}", *sorted(self.features)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def choose_backends(run: Run, model: ModelDescription) -> tuple[Choice, ...]:
     for number, layer in enumerate(model.layers):
         layers.setdefault(Kind.of(layer.mixer), []).append(number)
     candidates = _candidates(run.config.attention_backend, run.device)
+    if run.device == "cuda":
+        candidates = _suited(candidates, run.config)
     return tuple(_choose(kind, tuple(numbers), candidates, run) for kind, numbers in layers.items())
 
 
@@ -87,6 +90,17 @@ def _candidates(name: str, device: Device) -> Sequence[Capabilities]:
             f"attention_backend is {name}, which runs on {ON[other]}, and this runs on {ON[device]}: set it to auto, or device to {other}"
         )
     return here
+
+
+def _suited(candidates: Sequence[Capabilities], config: ResolvedConfig) -> Sequence[Capabilities]:
+    """Returns the deterministic backends, or the other ones if `deterministic` is off."""
+    suited = [backend for backend in candidates if backend.deterministic == config.deterministic]
+    if not suited:
+        raise ConfigError(
+            f"deterministic is True, and attention backend {config.attention_backend} computes a row differently beside others: "
+            "leave attention_backend at auto"
+        )
+    return suited
 
 
 def _choose(kind: Kind, layers: tuple[int, ...], candidates: Sequence[Capabilities], run: Run) -> Choice:

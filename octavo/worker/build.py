@@ -7,7 +7,6 @@
 
 from array import array
 from dataclasses import replace
-from itertools import count
 
 import torch
 
@@ -26,13 +25,13 @@ from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.shape import dummy_shape
 from octavo.loading.sharded import of_rank, of_stage
-from octavo.loading.views import reordered, under_rules, unstacked
+from octavo.loading.views import reordered, taken_apart, under_rules, unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, family_of
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.quant.schemes import Packed
+from octavo.quant.schemes import Packed, make_invariant
 from octavo.sampling_params import SamplingParams
 from octavo.sizing.gpu_size import captured_tokens
 from octavo.step.step_tensors import RowLayout
@@ -50,7 +49,8 @@ from octavo.worker.program import Eager, Program
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampling
-from octavo.worker.shadow import Shadow, ShadowedStore, shadowed, watched_native, watched_torch
+from octavo.worker.shadow import Shadow, ShadowedStore, shadowed
+from octavo.worker.shadow_program import watched_native, watched_torch
 from octavo.worker.twice import computed_twice
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def build_proven(
 
 def _make_shadow(facts: Facts, geometry: CacheGeometry) -> Shadow:
     limits = facts.config.max_num_seqs, geometry.max_model_len, geometry.block_size
-    return Shadow(facts.needs.specs, *limits, facts.device, geometry.groups, facts.place.context)
+    return Shadow(facts.needs.specs, *limits, facts.device, geometry.groups, facts.place.context, geometry.num_states)
 
 
 def _build(
@@ -92,7 +92,7 @@ def _build(
     links = tuple(group.links for group in geometry.groups)
     if facts.device.type == "cuda" and max(links) > 1:
         raise ConfigError("layers of this model need different numbers of bytes per token, which no GPU kernel supports: set device to cpu")
-    layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1, links)
+    layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1, links, geometry.num_states > 0)
     table = RequestTable(facts.config.max_num_seqs, layout, facts.device)
     sampling: Sampling = ops if facts.library is None else NativeSampling(facts.library)
     if facts.comm.size > 1:
@@ -124,11 +124,11 @@ def _native(
     with torch.inference_mode():
         weights = NativeWeights(stored, library, facts.dtype)
         limits = geometry.block_size, geometry.max_model_len, tokens
-        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, geometry.groups, facts.place)
+        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, geometry.groups, facts.place, store.states)
     _log_loading(program, watch)
     if shadow is None:
         return program, store
-    return watched_native(program, store.caches, shadow), ShadowedStore(store, shadow)
+    return watched_native(program, store, shadow), ShadowedStore(store, shadow)
 
 
 def _eager(
@@ -136,7 +136,7 @@ def _eager(
 ) -> tuple[Eager, KVStore]:
     backends, watch = facts.backends, Stopwatch()
     if shadow is not None:
-        layers = count()
+        layers = iter([spec.layer for spec in facts.needs.specs if spec.buffers])  # in the order in which backends are built
         backends = backends.each(lambda backend: shadowed(backend, shadow, layers, _plain_backend(facts, backend)))
     with torch.inference_mode(facts.device.type == "cpu"):
         model = _load_model(facts, backends, geometry.max_model_len, stored)
@@ -153,7 +153,7 @@ def _plain_backend(facts: Facts, paged: type[AttentionBackend]) -> type[Attentio
     """Returns the contiguous backend that computes the same bits as the paged one."""
     if facts.place.context.size > 1:
         return over_regions(paged, facts.place.context)
-    return load_backend("contiguous", facts.kernel_device)
+    return load_backend("contiguous", facts.kernel_device, paged.capabilities.deterministic)
 
 
 def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: StoredParameters) -> Decoder:
@@ -165,6 +165,8 @@ def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: Stored
         load_packed(model, stored)
     else:
         load_weights(model, stored.checkpoint)
+    if facts.on_device and facts.config.deterministic:
+        make_invariant(model)
     return model
 
 
@@ -177,11 +179,12 @@ def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
     config, specs, size, watch = facts.config, facts.needs.specs, geometry.kept_tokens, Stopwatch()
     store: KVStore
     if facts.backends.paged:
-        layout, rows = config.kv_cache_layout, config.max_num_seqs
-        store = PagedStore(specs, geometry.num_blocks, size, facts.device, layout, geometry.groups, rows)
+        layout = config.kv_cache_layout
+        store = PagedStore(specs, geometry.num_blocks, size, facts.device, layout, geometry.groups, geometry.num_states)
     else:
         regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
-        store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last region is for padding
+        limits = regions, blocks * size  # on a device the last region is for padding
+        store = ContiguousStore(specs, *limits, facts.device, geometry.num_states)
     logger.info("Reserving the KV cache took %.2f seconds", watch.total())
     return store
 
@@ -199,6 +202,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
         stored: FileCheckpoint = DummyCheckpoint(whole, config.seed, facts.device, codes, facts.source.quantization)
     else:
         named = unstacked(under_rules(open_checkpoint(facts.source), family_of(facts.whole).rules), facts.whole)
+        named = taken_apart(named, facts.whole)
         stored = named if facts.source.kind == "gguf" else reordered(named, facts.whole)
     found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)
     if facts.place.stage.count > 1:
@@ -208,8 +212,9 @@ def _open_stored(facts: Facts) -> StoredParameters:
 
 
 def _compile_ahead(facts: Facts, geometry: CacheGeometry, compilers: Compilers) -> None:
-    """Starts compiling kernels while weights are read."""
-    shapes = kernel_shapes(facts.model, facts.kept) if facts.place.context.size == 1 else None
+    """Starts compiling kernels while weights are read. Those of `deterministic` are compiled when steps are warmed up."""
+    known = facts.place.context.size == 1 and not facts.config.deterministic
+    shapes = kernel_shapes(facts.model, facts.kept) if known else None
     if shapes is None:
         compilers.close()
         return
@@ -238,8 +243,8 @@ def _warm_up_graph(facts: Facts, graph: Graph, runner: ModelRunner, compilers: C
 def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     """Runs one prefill, one decode step and their sampling, so that the first request pays no one-time costs.
 
-    The warm-up uses row 0 and the first blocks, which are still free, and clears them: no digest, count or arrival number of the engine
-    is affected. A model that cannot run at all fails here, before the engine reports that it is ready.
+    The warm-up uses row 0 and the first blocks and state slots, which are still free, and clears them: no digest, count or arrival number
+    of the engine is affected. A model that cannot run at all fails here, before the engine reports that it is ready.
     """
     watch, size, groups = Stopwatch(), geometry.block_size, geometry.groups
     tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) // len(groups) * size)
@@ -247,9 +252,10 @@ def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [[] for _ in groups], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
     entries = [(group, index) for group in range(len(groups)) for index in range(-(-tokens // (groups[group].links * size)))]
     new_blocks = [(0, *entry, block) for block, entry in enumerate(entries, 1)]
-    plans = [StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])]
+    states = [[(0, 1)], [(1, 2)]] if geometry.num_states else [[], []]
+    plans = [StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write], states=states[0])]
     if tokens > prompt:
-        plans.append(StepPlan(2, [0], [0], [prompt], [1], [True]))
+        plans.append(StepPlan(2, [0], [0], [prompt], [1], [True], states=states[1]))
     faults, runner.faults = runner.faults, None
     for plan in plans:
         runner.forward(plan)
@@ -258,6 +264,8 @@ def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     runner.table.words[0] = 0
     for buffer in (buffer for cache in runner.store.caches for buffer in cache.values()):
         buffer[1 : 1 + len(new_blocks)] = 0
+    for buffer in (buffer for state in runner.store.states for buffer in state.values()):
+        buffer[1:3] = 0
     logger.info("Warm-up took %.2f seconds", watch.total())
 
 
@@ -272,5 +280,11 @@ def _log(facts: Facts, geometry: CacheGeometry) -> None:
         "KV cache size: %s tokens (%s blocks of %d), maximum concurrency for %s tokens per request: %.2fx",
         f"{round(sequences * geometry.max_model_len):,}", f"{blocks:,}", geometry.block_size, f"{geometry.max_model_len:,}", sequences,
     )  # fmt: skip
+    if geometry.num_states:
+        rows = facts.config.max_num_seqs
+        logger.info(
+            "State slots: %s of %.1f MiB, two for each of %s sequences and %s for prompts to continue from",
+            f"{geometry.num_states - 1:,}", geometry.state_bytes / 2**20, f"{rows:,}", f"{geometry.num_states - 1 - 2 * rows:,}",
+        )  # fmt: skip
     logger.info("Longest sequence: %s tokens (the model's own maximum is %s)", f"{geometry.max_model_len:,}",
                 f"{facts.model_config.max_position:,}")  # fmt: skip

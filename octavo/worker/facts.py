@@ -12,6 +12,7 @@ from octavo.comm.comm import Comm
 from octavo.comm.gloo import GlooComm
 from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.config import Debug, EngineConfig, ResolvedConfig
+from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.fp8_matrix import FP8_EXACT_ROWS, rounds_x
@@ -22,9 +23,9 @@ from octavo.model_config import ModelConfig
 from octavo.models.description import ModelDescription
 from octavo.models.registry import describe, rank_config
 from octavo.models.stages import of_stage
-from octavo.policy.cache_spec import CacheGeometry, token_bytes
-from octavo.sizing.auto import resolved, suited
-from octavo.sizing.memory_plan import ModelNeeds, fullest, plan_stages
+from octavo.policy.cache_spec import CacheGeometry, slot_bytes, token_bytes
+from octavo.sizing.auto import resolved, suited, with_room_for_states
+from octavo.sizing.memory_plan import Memory, ModelNeeds, fullest, plan_stages
 from octavo.sizing.model_size import Kept
 from octavo.worker.backends import Backends, Run, choose_backends, load_backends, log_choices
 from octavo.worker.device import device_here, start_lines
@@ -82,15 +83,13 @@ class Facts:
         `alike`: all ranks share the memory that this one detects, so it plans for all stages; otherwise each plans for itself
         """
         needs = self.all_needs if alike else [self.needs]
-        shares = (self.place.on_host or self.config.num_ranks) * (self.engines if self.device.type == "cpu" else 1)
-        plans = plan_stages(needs, self.config, memory(self.config).share(shares))
+        plans = plan_stages(needs, self.config, _memory(self.config, self.place, self.engines))
         return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
         """Returns the common cache geometry, with the layers of this rank."""
         specs, groups = self.needs.specs, self.needs.groups
-        state = sum(spec.state_bytes for spec in specs)
-        return replace(geometry, groups=groups, bytes_per_token=token_bytes(specs, groups), state_bytes=state)
+        return replace(geometry, groups=groups, bytes_per_token=token_bytes(specs, groups), state_bytes=slot_bytes(specs))
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be quantised but cannot be."""
@@ -118,10 +117,12 @@ class Facts:
         logger.info("Matrices of 8-bit floats: %d of %d, multiplied by %s", count, len(self.kept), by)
 
 
-def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE) -> Facts:
+def settle(
+    config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE, engines: int = 1
+) -> Facts:
     """Resolves everything that does not depend on the weights, in the order of the dependencies.
 
-    `place`: the rank context if the model is split; the result is then that of this rank.
+    `place`: the rank context if the model is split; the result is then that of this rank. `engines`: as in `Facts`
     """
     sizes = place.comm.size, place.context.size, config.expert_ranks
     stage, own = place.stage, rank_config(whole, *sizes)  # first, since it may be refused
@@ -132,6 +133,8 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         settled = replace(settled, enforce_eager=True)
     library = _open_native(settled) if settled.wants_native and not on_device and _meets_natively(place) else None
     level = library.level if library else None
+    if settled.deterministic:
+        _refuse_what_is_not_deterministic(settled, device, library)
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, own.dtype, device, level)
     backends = _backends(settled, dtype, own, place, device, "cuda" if on_device else "cpu", logged=library is None)
@@ -142,6 +145,11 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
     shapes, threads = all_layers.stages(stage.count), library.threads if library else 0
     shape = shapes[stage.index]
     all_needs = [one.needs(dtype, settled.quantization, settled.kv_cache_dtype, threads, device) for one in shapes]
+    if any(slot_bytes(one.specs) for one in all_needs):
+        asked, available = debug.overrule(config), _memory(settled, place, engines)
+        settled, why = with_room_for_states(settled, asked, all_needs[stage.index], available)
+        if why is not None:
+            logger.info("%s; --max-num-seqs overrules this", why)
     return Facts(
         config=settled,
         source=source,
@@ -159,7 +167,30 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
         backends=backends,
+        engines=engines,
     )
+
+
+def _memory(config: ResolvedConfig, place: Place, engines: int) -> Memory:
+    """Returns the memory of one rank."""
+    return memory(config).share((place.on_host or config.num_ranks) * (engines if config.device == "cpu" else 1))
+
+
+def _refuse_what_is_not_deterministic(config: ResolvedConfig, device: str, library: NativeLibrary | None) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability()[0] == 10:
+        raise ConfigError(
+            "deterministic is True, and GPUs of compute capability 10 multiply small and large batches with different instructions, "
+            "whose bits were never compared: set deterministic to False"
+        )
+    if device == "cuda" and config.num_ranks > 1:
+        raise ConfigError(
+            f"deterministic is True, and the model is split over {config.num_ranks} GPUs, which was never tried: set "
+            "tensor_parallel_size and pipeline_parallel_size to 1, or deterministic to False"
+        )
+    if device == "cpu" and library is None:
+        raise ConfigError(
+            "deterministic is True, and torch computes, whose sums depend on the other rows: use the native kernels, or set it to False"
+        )
 
 
 def _meets_natively(place: Place) -> bool:

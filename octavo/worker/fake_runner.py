@@ -10,7 +10,8 @@
 A wrong block, a stale block, a wrong parent, a lost token or an error at a block boundary changes the text at once. `expected`
 computes the same over a plain list. Slots are `None` at first and in poisoned rows: reading one makes the row bad, as NaN would.
 Every further cache group must hold the same as the first: everything that a query reads is compared, up to the length that the plan
-says, and a freed block must not be read. With a state, h[i-1] is that of the row, not read through the table: a lost one changes the text.
+says, and a freed block must not be read. With states, h[i-1] is read from a state slot, not through the table: a wrong one changes the
+text. A state may be written only if no row of the step reads it.
 """
 
 from array import array
@@ -24,6 +25,7 @@ from octavo.errors import EngineError
 from octavo.messages import NoiseKey, PromptPiece, RowWrite, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.state_pool import NULL_STATE
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Kept, Masks, num_drafts, row_masks
 from octavo.worker.faults import Faults
@@ -115,16 +117,14 @@ class _Row:
     position_offset: int
     params: SamplingParams
     bad_words: list[list[int]]
-    state: Slot  # of the last position computed; lost if the row starts with positions from the cache
 
     @staticmethod
     def of(write: RowWrite) -> "_Row":
         noise = NO_NOISE if write.params.greedy else write.noise
         tables = [list(table) for table in write.tables]
         ids, root = array("i", write.token_ids), _root(write.root)
-        state = None if write.start else root
         numbers = write.num_prompt, write.position_offset
-        return _Row(ids, tables, root, noise, write.end_ids, *numbers, write.params, write.bad_words, state)
+        return _Row(ids, tables, root, noise, write.end_ids, *numbers, write.params, write.bad_words)
 
     def copy(self, noise: NoiseKey) -> "_Row":
         noise = NO_NOISE if self.noise is NO_NOISE else noise
@@ -151,13 +151,14 @@ class FakeRunner:
         self.faults = faults
         self.spans = [group.links * geometry.block_size for group in geometry.groups]
         self.blocks: list[list[Slot]] = [[None] * max(self.spans) for _ in range(geometry.num_blocks)]
+        self.states: list[Slot] = [None] * geometry.num_states
         self.rows: dict[int, _Row] = {}
         self.num_computed = 0  # positions computed in all steps
         self._plan = StepPlan(0)
         self._entries: list[list[int] | None] = []  # the values that each scheduled row read
 
     def stop(self) -> None:
-        self.blocks, self.rows = [], {}
+        self.blocks, self.states, self.rows = [], [], {}
 
     def forward(self, plan: StepPlan) -> None:
         self.faults.before_forward(plan.step)
@@ -166,14 +167,18 @@ class FakeRunner:
             self.blocks[target] = content
         self._apply_rows(plan)
         self._plan, self._entries = plan, []
+        self._check_states(plan)
         for entry, row_id in enumerate(plan.row):
             row = self.rows[row_id]
             lengths = {group: lengths[entry] for group, lengths in plan.group_lengths.items()}
             tokens = row.tokens + array("i", plan.drafts.get(entry, ()))
-            entries = self._compute(row, tokens, plan.start[entry], plan.num_query[entry], lengths)
+            before = self._state_before(row, plan, entry)
+            entries = self._compute(row, tokens, plan.start[entry], plan.num_query[entry], lengths, before)
             if self.faults.poisons(plan.step, entry):
                 self._poison(row, plan.start[entry], plan.num_query[entry])
                 entries = None
+            if plan.states:
+                self._write_states(row, plan, entry)
             self._entries.append(entries)
 
     def sample(self, masks: Masks | None = None) -> Kept:
@@ -235,21 +240,43 @@ class FakeRunner:
             else:
                 raise EngineError(f"row {row_id}: block for index {index}, table has {len(table)}")
 
-    def _compute(self, row: _Row, tokens: "array[int]", start: int, count: int, lengths: dict[int, int]) -> list[int] | None:
+    def _check_states(self, plan: StepPlan) -> None:
+        if bool(plan.states) != bool(plan.row and self.states):
+            raise EngineError(f"step {plan.step}: {len(plan.states)} state slots for {len(plan.row)} rows")
+        read = {slot for slot, _ in plan.states}
+        written = [slot for _, slot in plan.states] + [slot for _, _, slot in plan.checkpoints]
+        if len(set(written)) < len(written) or read & set(written) or NULL_STATE in written:
+            raise EngineError(f"step {plan.step} reads state slots {sorted(read)} and writes {sorted(written)}")
+
+    def _state_before(self, row: _Row, plan: StepPlan, entry: int) -> Slot:
+        start = plan.start[entry]
+        if not plan.states:
+            return self._read(row, 0, start - 1, start)[0] if start else row.root
+        slot, _ = plan.states[entry]
+        if (slot == NULL_STATE) != (start == 0):
+            raise EngineError(f"row {plan.row[entry]} starts at {start} with state slot {slot}")
+        return row.root if slot == NULL_STATE else self.states[slot]
+
+    def _write_states(self, row: _Row, plan: StepPlan, entry: int) -> None:
+        end = plan.start[entry] + plan.num_query[entry]
+        (self.states[plan.states[entry][1]],) = self._read(row, 0, end - 1, end)
+        for other, covered, slot in plan.checkpoints:
+            if other == entry:
+                (self.states[slot],) = self._read(row, 0, covered - 1, covered)
+
+    def _compute(
+        self, row: _Row, tokens: "array[int]", start: int, count: int, lengths: dict[int, int], before: Slot
+    ) -> list[int] | None:
         """Writes the new slots. Returns every slot of the row, or None if one of them was never written.
 
-        `tokens`: also its drafts. `lengths`: in cache groups that do not have all positions to the end of the step
+        `tokens`: also its drafts. `lengths`: in cache groups that do not have all positions to the end of the step. `before`: h[start - 1]
         """
         self.num_computed += count
-        if self.geometry.state_bytes:
-            previous = row.state
-        else:
-            (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
+        previous = before
         for position in range(start, start + count):
             if previous is not None:
                 previous = _mix(previous, tokens[position], position + row.position_offset)
             self._write(row, position, previous)
-        row.state = previous
         read = self._read(row, 0, 0, start + count)
         entries = [slot for slot in read if slot is not None]
         if len(entries) < start + count:

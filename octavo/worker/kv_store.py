@@ -2,7 +2,7 @@
 
     paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write; in either layout
     contiguous    [num_rows, max_len, *token]          a fork copies its parent's row
-    state         [num_rows, *sequence]                beside either: a fork copies it, and a sequence that enters a row starts with zeros
+    state         [num_states, *sequence]              beside either: a step reads one slot of a sequence and writes another
 
 With several cache groups, the first layers of all groups share memory, and so do the second layers, and so on:
 
@@ -35,7 +35,7 @@ NO_CODE = -128  # never a quantised value: those range from -127 to 127
 
 class KVStore(Protocol):
     caches: Caches  # of tokens
-    states: Caches  # of sequences
+    states: Caches  # of sequences: the null slot, where each begins, has zeros
 
     def apply(self, plan: StepPlan) -> None:
         """Applies the copies of a plan inside the cache, before its forward."""
@@ -51,9 +51,9 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: tor
     ]
 
 
-def _states(specs: list[LayerCacheSpec], num_rows: int, device: torch.device) -> Caches:
+def _states(specs: list[LayerCacheSpec], num_states: int, device: torch.device) -> Caches:
     def state(buffer: Buffer) -> Tensor:
-        return torch.zeros(num_rows, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
+        return torch.zeros(num_states, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
 
     return [{name: state(buffer) for name, buffer in spec.state.items()} for spec in specs]
 
@@ -63,16 +63,6 @@ def _fork_rows(caches: Caches, plan: StepPlan) -> None:
     for cache in caches:
         for buffer in cache.values():
             buffer[rows] = buffer[sources]  # indexing copies first, so rows can exchange their contents
-
-
-def _apply_to_states(states: Caches, plan: StepPlan) -> None:
-    if plan.row_forks:
-        _fork_rows(states, plan)
-    if plan.row_writes:
-        rows = [write.row for write in plan.row_writes]
-        for state in states:
-            for buffer in state.values():
-                buffer[rows] = 0
 
 
 def clear_null_block(caches: Caches) -> None:
@@ -92,10 +82,9 @@ def poison(caches: Caches, block: int, slots: slice = slice(None)) -> None:
 class PagedStore:
     def __init__(
         self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU, layout: Layout = "nhd",
-        groups: Sequence[CacheGroup] = (FULL,), num_rows: int = 0,
+        groups: Sequence[CacheGroup] = (FULL,), num_states: int = 0,
     ) -> None:  # fmt: skip
-        """`num_rows`: of states"""
-        self.states = _states(specs, num_rows, device)
+        self.states = _states(specs, num_states, device)
         if len(groups) == 1:
             self.caches = _allocate(specs, num_blocks, groups[0].links * block_size, device, layout)
             self._owners = self.caches
@@ -106,7 +95,6 @@ class PagedStore:
     def apply(self, plan: StepPlan) -> None:
         if plan.copies:  # memory that layers share is copied once
             copy_blocks([buffer for cache in self._owners for buffer in cache.values()], plan.copies)
-        _apply_to_states(self.states, plan)
 
 
 def _allocate_shared(
@@ -129,7 +117,7 @@ def _allocate_shared(
                 for (name, buffer), part in named
             }
         owners.append(caches[owner.layer])
-    return [caches[spec.layer] for spec in specs], owners
+    return [caches.get(spec.layer, {}) for spec in specs], owners
 
 
 def _check_equal_bytes(one: LayerCacheSpec, span: int, other: LayerCacheSpec, other_span: int) -> None:
@@ -147,10 +135,9 @@ def _block_bytes(spec: LayerCacheSpec, span: int) -> list[int]:
 
 
 class ContiguousStore:
-    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, device: torch.device = CPU) -> None:
-        self.caches, self.states = _allocate(specs, num_rows, max_len, device), _states(specs, num_rows, device)
+    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, device: torch.device = CPU, num_states: int = 0) -> None:
+        self.caches, self.states = _allocate(specs, num_rows, max_len, device), _states(specs, num_states, device)
 
     def apply(self, plan: StepPlan) -> None:
         if plan.row_forks:
             _fork_rows(self.caches, plan)
-        _apply_to_states(self.states, plan)

@@ -1,11 +1,14 @@
 """The native step layer by layer: the same kernels with the same bits as the single call of `NativeProgram`.
 
     embed -> [ norm -> qkv -> ATTENTION -> output -> norm -> gate, up -> down ] x layers -> norm -> logits
+             [ norm -> qkvz, gates -> Gated DeltaNet -> output -> ... ]
 
-Attention is an object here, so that the verification of paging (`worker/shadow.py`) can run between the layers.
+Attention and recurrence are an object here, over caches and states of its own, so that the verification of paging
+(`worker/shadow_program.py`) can run between the layers. `see` receives the results of each layer (`worker/layer_states.py`).
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,14 +29,17 @@ class LayerAttention(Protocol):
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Returns the attention of a layer [T, heads * head_dim] for q, k and v [T, all heads * head_dim], which are modified."""
 
+    def recur(self, layer: int, qkvz: Tensor, gates: Tensor) -> Tensor:
+        """Returns the result of a recurrent layer [T, v_heads * v_dim], and stores the states of all rows."""
+
 
 class NativeAttention:
-    """The attention of the native step, over its own caches."""
+    """The attention and the recurrence of the native step, over its own caches and states."""
 
-    def __init__(self, whole: NativeProgram, caches: Caches) -> None:
+    def __init__(self, whole: NativeProgram, caches: Caches, states: Caches | None = None) -> None:
         self._call = whole.library.call
-        self._model = whole.over(caches)
-        self._held = whole, caches  # objects that the model struct points to
+        self._model = whole.over(caches, states or [])
+        self._held = whole, caches, states  # objects that the model struct points to
 
     def prepare(self, step: StepTensors, shared: AllShared) -> None:
         self._tensors, self._shared, self._step = step, shared, step_struct(step)  # the struct points to the other two
@@ -53,17 +59,32 @@ class NativeAttention:
         self._call.octavo_attend(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv), at(out))
         return out
 
+    def recur(self, layer: int, qkvz: Tensor, gates: Tensor) -> Tensor:
+        net = self._model.layers[layer].delta_net.contents
+        out = torch.empty(len(qkvz), net.v_heads * net.v_dim)
+        self._call.octavo_delta_net(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkvz), at(gates), at(out))
+        return out
+
+
+See = Callable[[str, Tensor], None]  # a part of the model, and its result [T, ...]
+
+
+def ignore(part: str, result: Tensor) -> None:
+    """Drops the result."""
+
 
 class NativeLayers:
-    def __init__(self, whole: NativeProgram, attention: LayerAttention) -> None:
+    def __init__(self, whole: NativeProgram, attention: LayerAttention, see: See = ignore) -> None:
         self._whole = whole
         self._attention = attention
+        self._see = see
 
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns the hidden states of all tokens, and the logits of the last token of each scheduled row."""
         whole = self._whole
         stream, pending = self._through(step)
         hidden = self._norm(stream, pending, whole.model.norm)
+        self._see("the last norm", hidden)
         return hidden, whole.logits_in(len(step.token_ids), hidden[step.sample_index])
 
     def pass_on(self, step: StepTensors) -> None:
@@ -78,17 +99,34 @@ class NativeLayers:
         self._attention.prepare(step, whole.shared_keys)
         received = whole.received(len(step.token_ids))
         stream, pending = self._embed(step.token_ids) if received is None else received, None
+        self._see("the embedding", stream)
         for index, layer in enumerate(whole.layers):
             normed = self._norm(stream, pending, layer.attention_norm)
-            attended = self._product(layer.output, self._attention.attend(index, self._product(layer.qkv, normed)))
+            attended = self._product(layer.output, self._recur(index, normed) if layer.delta_net else self._attend(index, normed))
             if layer.parallel:
                 pending = sum_up(attended + self._mlp(layer, normed))
             else:
                 pending = self._added(sum_up(attended), layer.attention_after_norm, layer.residual_scale)
                 pending = sum_up(self._mlp(layer, self._norm(stream, pending, layer.mlp_norm)))
             pending = self._added(pending, layer.mlp_after_norm, layer.residual_scale)
+            self._see(f"layer {index}, MLP", pending)
         assert pending is not None
         return stream, pending
+
+    def _attend(self, index: int, normed: Tensor) -> Tensor:
+        qkv = self._product(self._whole.layers[index].qkv, normed)
+        self._see(f"layer {index}, q, k and v", qkv)
+        attended = self._attention.attend(index, qkv)
+        self._see(f"layer {index}, attention", attended)
+        return attended
+
+    def _recur(self, index: int, normed: Tensor) -> Tensor:
+        net = self._whole.layers[index].delta_net.contents
+        qkvz, gates = self._product(net.qkvz, normed), self._product(net.gates, normed)
+        self._see(f"layer {index}, q, k, v and z", qkvz)
+        out = self._attention.recur(index, qkvz, gates)
+        self._see(f"layer {index}, recurrence", out)
+        return out
 
     def _embed(self, ids: Tensor) -> Tensor:
         """If ranks share the vocabulary, each looks up its own rows, and the results are summed."""

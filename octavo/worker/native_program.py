@@ -24,6 +24,7 @@ from octavo.kernels.cpu.library import (
     NORMS,
     PANEL,
     Q8,
+    DeltaNet,
     Layer,
     Matrix,
     Mixture,
@@ -40,16 +41,19 @@ from octavo.layers.attention import build_rope, slopes_of_rank
 from octavo.loading.loader import NativeWeights
 from octavo.messages import StepPlan
 from octavo.model_config import RopeConfig
-from octavo.models.description import EXPERT_STACKS, Experts, ModelDescription, NormShape, Vector
+from octavo.models.description import EXPERT_STACKS, Experts, LayerShape, ModelDescription, NormShape, Vector
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.step.shared_keys import NATIVE_COST, NOTHING, AllShared
-from octavo.step.step_tensors import Shape, StepMemory, StepTensors, packed_entries, plan_sizes
+from octavo.step.step_tensors import Shape, StepMemory, StepTensors, plan_sizes
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import ALONE, Forward, Place
 from octavo.worker.rank_sampling import RankSampling
-from octavo.worker.request_table import RequestTable, send
+from octavo.worker.request_table import RequestTable
 from octavo.worker.step_sharing import StepSharing
 
+RECURRENT = "delta_net"  # the kind of mixer
+DELTA_MATRICES = {"delta_in": "qkvz", "delta_gates": "gates"}  # name in a description -> name in the struct
+DELTA_VECTORS = ("delta_conv", "delta_decay", "delta_dt_bias", "delta_norm")
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
 
 
@@ -57,10 +61,12 @@ class NativeProgram:
     def __init__(
         self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
         block_size: int, max_len: int, max_tokens: int, groups: Sequence[CacheGroup] = (FULL,), place: Place = ALONE,
+        states: Sequence[dict[str, Tensor]] = (),
     ) -> None:  # fmt: skip
         """`model`: one that `native_refusal` accepts.
 
-        `groups`: as many as the table has block tables. `place`: the rank context if the weights are those of one rank
+        `groups`: as many as the table has block tables. `place`: the rank context if the weights are those of one rank. `states`: of
+        recurrent layers, which have no cache, as other layers have no states; per layer, if there are any
         """
         self.vocab_size = model.vocab_size
         self.place = place
@@ -77,7 +83,8 @@ class NativeProgram:
         self._kept: list[Any] = []  # objects that the structs point to
         self._spans = [links * block_size for links in table.layout.links]  # tokens in a block of each cache group
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        self.groups = [group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers)  # per layer
+        numbers = iter([group_of[layer] for layer in sorted(group_of)] or [0] * len(model.layers))
+        self.groups = [0 if shape.mixer.kind == RECURRENT else next(numbers) for shape in model.layers]  # unused by recurrent layers
         self.sharing = StepSharing(table, self._spans, NATIVE_COST)
         self._alone = [NOTHING] * len(self._spans)  # per cache group: no rows share keys
         self.keys = self._alone  # per cache group: the keys that several scheduled rows read together
@@ -89,8 +96,8 @@ class NativeProgram:
         self.head = None if head is None else weights.matrix(head)  # None: another stage has it
         self._kept.append(self.embed)
         self.model = self._describe(model, weights)
-        self._kept.append(caches)
-        self.model = self.over(caches)
+        self._kept += [caches, states]
+        self.model = self.over(caches, states)
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +106,8 @@ class NativeProgram:
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
     def load(self, plan: StepPlan) -> Shape:
-        shape = Shape(*plan_sizes(plan))
-        send(packed_entries(plan, shape, len(self._spans)), self._memory.entries)
+        shape = Shape(*plan_sizes(plan), checkpoints=len(plan.checkpoints))
+        self._memory.send(plan, shape)
         keys = self.sharing.of(plan) if plan.num_query.count(1) > 1 else self._alone
         if any(map(is_not, keys, self.keys)):  # most steps have the same groups as the previous one
             self.keys, self.shared_keys = keys, AllShared.of(keys)
@@ -120,7 +127,7 @@ class NativeProgram:
 
     def prepared(self, shape: Shape) -> StepTensors:
         """Returns the tensors of a step, filled from the rows."""
-        step = self._memory.step(shape.entries, shape.tokens, shape.outputs)
+        step = self._memory.step(shape.entries, shape.tokens, shape.outputs, shape.checkpoints)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         return step
 
@@ -173,40 +180,40 @@ class NativeProgram:
         self.library.call.octavo_cap_logits(ctypes.byref(self.model), at(logits), logits.numel())
         return logits
 
-    def over(self, caches: Caches) -> Model:
-        """The model struct with these caches. Its owner keeps the program and the caches alive, too."""
-        layers = type(self.layers).from_buffer_copy(self.layers)
+    def over(self, caches: Caches, states: Sequence[dict[str, Tensor]] = ()) -> Model:
+        """The model struct with these caches and states. Its owner keeps the program and both of them alive, too."""
+        layers, cached = type(self.layers).from_buffer_copy(self.layers), [cache for cache in caches if cache]
+        for layer, state in zip(layers, states):
+            if state:
+                net = DeltaNet.from_buffer_copy(layer.delta_net.contents)
+                net.conv_state, net.recurrent_state = at(state["conv"]), at(state["recurrent"])
+                layer.delta_net = ctypes.pointer(net)  # which keeps it alive, as the array of layers keeps the pointer
         for layer, cache in zip(layers, caches, strict=True):
+            if not cache:
+                continue
             k, v, k_scale, v_scale = kv_buffers(cache)
             layer.k_cache, layer.v_cache = at(k), at(v)
             if k_scale is not None and v_scale is not None:
                 layer.k_scale, layer.v_scale = at(k_scale), at(v_scale)
         model = Model.from_buffer_copy(self.model)
-        model.layers, model.cache_kind = layers, KINDS[kv_buffers(caches[0])[0].dtype]
+        model.layers, model.cache_kind = layers, KINDS[kv_buffers(cached[0])[0].dtype] if cached else F32
         return model
 
     def _layer(self, model: ModelDescription, weights: NativeWeights, index: int, max_len: int) -> Layer:
         """Norms and matrices have the names of the description, and so have numbers unless they are computed here."""
-        shape, group = model.layers[index], self.groups[index]
-        spec = cast(AttentionSpec, shape.mixer)
-        rope = self._rope(spec, max_len)
-        numbers = named_numbers(Layer, shape, spec) | {
-            "heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "rotary_dim": 0 if spec.rope is None else spec.rotated,
-            "whole_norm": spec.qk_norm == "whole", "cache_group": group, "block_size": self._spans[group],
-            "activation": ACTIVATIONS[shape.mlp.activation], "attention_scale": spec.scale,
-        }  # fmt: skip
-        layer = Layer(**numbers, cos=at(rope.cos), sin=at(rope.sin))
-        if spec.alibi:
-            self._kept.append(slopes_of_rank(spec.num_heads, self.place.comm))
-            layer.alibi = at(self._kept[-1])
+        shape, recurrent = model.layers[index], model.layers[index].mixer.kind == RECURRENT
+        numbers = named_numbers(Layer, shape) | {"activation": ACTIVATIONS[shape.mlp.activation]}
+        layer = Layer(**numbers) if recurrent else self._attention(shape, numbers, index, max_len)
+        if recurrent:
+            layer.delta_net = ctypes.pointer(self._delta_net(model, weights, index))
         for vector in model.vectors:
-            if vector.layer == index:
+            if vector.layer == index and vector.name not in DELTA_VECTORS:
                 sinks = vector.name == "sinks"
                 setattr(layer, vector.name, self._vector(weights, vector.module) if sinks else self._norm(weights, vector, shape.norm))
         experts = shape.mlp.experts
         mixture = None if experts is None else self._mixture(experts)
         for matrix in model.matrices:
-            if matrix.layer == index:
+            if matrix.layer == index and matrix.name not in DELTA_MATRICES:
                 # down projections read gated values in whole panels, as they were written
                 padded = shape.mlp.gated and matrix.name in ("down", "experts_down", "shared_down")
                 columns = -(-matrix.columns // PANEL) * PANEL if padded else 0
@@ -216,6 +223,37 @@ class NativeProgram:
         if mixture is not None:
             layer.mixture = ctypes.pointer(mixture)
         return layer
+
+    def _attention(self, shape: LayerShape, numbers: dict[str, Any], index: int, max_len: int) -> Layer:
+        spec, group = cast(AttentionSpec, shape.mixer), self.groups[index]
+        rope = self._rope(spec, max_len)
+        numbers |= named_numbers(Layer, spec) | {
+            "heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "rotary_dim": 0 if spec.rope is None else spec.rotated,
+            "whole_norm": spec.qk_norm == "whole", "cache_group": group, "block_size": self._spans[group], "attention_scale": spec.scale,
+        }  # fmt: skip
+        layer = Layer(**numbers, cos=at(rope.cos), sin=at(rope.sin))
+        if spec.alibi:
+            self._kept.append(slopes_of_rank(spec.num_heads, self.place.comm))
+            layer.alibi = at(self._kept[-1])
+        return layer
+
+    def _delta_net(self, model: ModelDescription, weights: NativeWeights, index: int) -> DeltaNet:
+        """Returns it without states. Checkpoints have log(-decay), and the convolution channel by channel."""
+        spec: Any = model.layers[index].mixer
+        vectors = {vector.name: vector for vector in model.vectors if vector.layer == index}
+        net = DeltaNet(**named_numbers(DeltaNet, spec), norm=self._norm(weights, vectors["delta_norm"], NormShape(spec.norm_eps)))
+        conv = weights.vector(f"{vectors['delta_conv'].module}.weight").reshape(-1, spec.conv_width)
+        arrays = {
+            "conv": np.ascontiguousarray(conv.T), "decay": -np.exp(weights.vector(vectors["delta_decay"].module)),
+            "dt_bias": weights.vector(vectors["delta_dt_bias"].module),
+        }  # fmt: skip
+        for name, array in arrays.items():
+            self._kept.append(array)
+            setattr(net, name, address(array))
+        for matrix in model.matrices:
+            if matrix.layer == index and matrix.name in DELTA_MATRICES:
+                setattr(net, DELTA_MATRICES[matrix.name], self._matrix(weights.matrix(matrix.module)))
+        return net
 
     def _mixture(self, experts: Experts) -> Mixture:
         first = experts.held * self.place.comm.rank if experts.ranks > 1 else 0
@@ -275,13 +313,17 @@ def put_shared(described: Step, shared: AllShared) -> None:
 
 def step_struct(step: StepTensors) -> Step:
     """Describes a step, without shared keys and results. The struct points to the arrays but does not keep them alive."""
-    return Step(
+    described = Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
         slot_stride=step.slots.stride(0), context_stride=step.context_len.stride(0), table_stride=step.tables.stride(0),
         token_ids=at(step.token_ids), cache_index=at(step.cache_index), positions=at(step.positions[0]), slots=at(step.slots[0]),
         query_start=at(step.query_start), context_len=at(step.context_len[0]), tables=at(step.tables[0]),
         sample_index=at(step.sample_index),
     )  # fmt: skip
+    if (states := step.states) is not None:
+        described.state_read, described.state_write = at(states.read), at(states.write)
+        described.first_checkpoint, described.checkpoints = at(states.first_checkpoint), at(states.checkpoints)
+    return described
 
 
 def at(tensor: Tensor) -> int:

@@ -26,10 +26,10 @@ from octavo.models.registry import describe
 from octavo.models.stages import ONLY, Stage
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.step.shared_keys import GPU_COST, NOTHING, TORCH_COST
-from octavo.step.step_tensors import Shape, StepMemory, StepTensors, packed_entries, plan_sizes
+from octavo.step.step_tensors import Shape, StepMemory, StepTensors, plan_sizes
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
-from octavo.worker.request_table import RequestTable, send
+from octavo.worker.request_table import RequestTable
 from octavo.worker.step_sharing import Keys, StepSharing, StepTeams
 
 BackendOf = Callable[[MixerSpec], type[AttentionBackend]]
@@ -117,7 +117,7 @@ class Eager:
         return self.model.nbytes
 
     def load(self, plan: StepPlan) -> Shape:
-        return self.put(plan, Shape(*plan_sizes(plan), self.share(plan)))
+        return self.put(plan, Shape(*plan_sizes(plan), self.share(plan), len(plan.checkpoints)))
 
     def share(self, plan: StepPlan) -> bool:
         """Finds the keys that several scheduled rows share. Returns whether cascade (shared-prefix) groups read them."""
@@ -128,7 +128,7 @@ class Eager:
 
     def put(self, plan: StepPlan, shape: Shape) -> Shape:
         """Sends the scheduled rows of a step to the device, padded to a shape."""
-        send(packed_entries(plan, shape, len(self._spans)), self.memory.entries)
+        self.memory.send(plan, shape)
         if self.teams is not None and shape.in_teams:
             self.teams.send(self.shared, shape.entries)
         return shape
@@ -162,7 +162,7 @@ class Eager:
         return logits
 
     def _step(self, shape: Shape) -> StepTensors:
-        return self.memory.step(shape.entries, shape.tokens, shape.outputs)
+        return self.memory.step(shape.entries, shape.tokens, shape.outputs, shape.checkpoints)
 
     def _prepared(self, shape: Shape) -> ForwardBatch:
         """Returns the batch of a step, read from the rows, with the residual stream of the previous stage."""
@@ -186,7 +186,7 @@ class Eager:
             token_ids=step.token_ids, cache_index=step.cache_index, positions=step.positions, rows=step.row,
             query_start=step.query_start, context_len=step.context_len[group], tables=step.tables[group], slots=step.slots[group],
             sample_index=step.sample_index, caches=self._caches, block_size=self._spans[group],
-            max_query=1 if shape.decodes else shape.tokens, shared=self.shared[group],
+            max_query=1 if shape.decodes else shape.tokens, shared=self.shared[group], states=step.states,
             teams=self.teams.of_group[group] if self.teams is not None and shape.in_teams else None,
         )  # fmt: skip
         batch.attention = backend.prepare(batch)

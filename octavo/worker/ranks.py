@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from octavo import log
 from octavo.errors import OctavoError, RankLost, VerifyError
@@ -116,13 +116,13 @@ class Ranks:
         """Returns the largest cache that fits on every rank, and sends it to them. `own`: what fits on rank 0"""
         self._rooms_known.wait()
         self._raise_if_gone()
-        rooms = {0: Room(own.num_blocks, own.max_model_len)} | self.rooms
-        common = Room(min(room.num_blocks for room in rooms.values()), min(room.max_model_len for room in rooms.values()))
+        rooms = {0: Room.of(own)} | self.rooms
+        common = Room(*(min(getattr(room, name) for room in rooms.values()) for name in Room.__struct_fields__))
         least = min(rooms, key=lambda rank: rooms[rank].num_blocks)
         if len(set(rooms.values())) > 1:
             logger.info("Rank %d has room for the fewest blocks, %d, and all ranks use as many", least, common.num_blocks)
         self.tell(encode(common))
-        return replace(own, num_blocks=common.num_blocks, max_model_len=common.max_model_len)
+        return common.of_rank(own)
 
     def wait_until_ready(self) -> None:
         self._ready.wait()

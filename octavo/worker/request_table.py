@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.ops import accept, copy_words
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.step.step_tensors import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout
+from octavo.step.step_tensors import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, OFFSET, TEMPERATURE, RowLayout, send
 
 Words = NDArray[np.int32]
 Places = NDArray[np.int64]
@@ -178,14 +178,6 @@ def upload(words: Words, device: torch.device) -> Tensor:
     sent = torch.empty(words.shape, dtype=torch.int32, device=device)
     send(words, sent)
     return sent
-
-
-def send(words: Words, target: Tensor) -> None:
-    """Copies values to the beginning of a tensor. A copy to a device reads pinned memory, which is kept until it is done."""
-    if target.is_cuda:
-        target[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
-    else:
-        target.numpy()[: len(words)] = words
 
 
 def _head(write: RowWrite) -> Words:

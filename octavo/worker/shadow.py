@@ -7,17 +7,12 @@
 
 In every layer of every step, each row gathered through its block table must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
-
-    torch program     `shadowed` wraps the attention backend of each layer
-    native program    `ShadowedAttention` runs between its layers, which are called one by one
-
-`ShadowedProgram` computes a step with these checks, and then once more in the usual way, in one call or as a graph: both must give
-the same bits.
+`worker/shadow_program.py` runs a program with these checks, and `worker/state_shadow.py` verifies the states of recurrent layers.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,53 +26,33 @@ from octavo.attention.spec import AttentionSpec
 from octavo.comm.comm import Comm
 from octavo.errors import VerifyError
 from octavo.kernels.reference.partial_attention import kept_positions
-from octavo.messages import StepPlan
+from octavo.messages import RowWrite, StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import LayerCacheSpec
-from octavo.step.shared_keys import AllShared
-from octavo.step.step_tensors import Shape, StepTensors
+from octavo.policy.state_pool import StateEvent
+from octavo.step.step_tensors import StepTensors
 from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore, PagedStore, poison
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.native_layers import NativeAttention, NativeLayers
-from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Eager, Forward, Program
-from octavo.worker.step_sharing import rows_together
-from octavo.worker.twice import as_bits, same_bits
+from octavo.worker.state_shadow import StateShadow
+from octavo.worker.twice import Compared, as_bits, same_bits
 
 Backend = type[AttentionBackend]
-
-
-@dataclass(slots=True)
-class Compared:
-    """How much has been verified."""
-
-    steps: int = 0
-    rows: int = 0
-    cache_values: int = 0
-    output_values: int = 0
-    copies: int = 0
-    forks: int = 0
-    rejected: int = 0  # slots of drafts that were rejected
-    together: int = 0  # rows of decode steps that shared keys with others
-
-    @property
-    def values(self) -> int:
-        return self.cache_values + self.output_values
 
 
 class Shadow:
     def __init__(
         self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU,
-        groups: tuple[CacheGroup, ...] = (FULL,), context: Comm | None = None,
+        groups: tuple[CacheGroup, ...] = (FULL,), context: Comm | None = None, num_states: int = 0,
     ) -> None:  # fmt: skip
-        """`context`: the ranks that share the tokens of a block, if several do"""
+        """`context`: the ranks that share the tokens of a block, if several do. `num_states`: slots of a recurrent model"""
         self._rank, self._ranks = (context.rank, context.size) if context else (0, 1)
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
         whole = math.lcm(*self.spans)  # so that regions begin at a block boundary of every group
         length = -(-max_len // whole) * whole
         self.blocks = length // block_size  # per region
-        self.regions = ContiguousStore(specs, num_rows + 1, length // self._ranks, device)  # the last is for padding
+        own = 1 + 2 * num_rows + num_states if num_states else 0  # a step has no more checkpoints than there are slots
+        self.regions = ContiguousStore(specs, num_rows + 1, length // self._ranks, device, own)  # the last row is for padding
         self.block_size = block_size
         self.compared = Compared()
         self.watches = False  # if not set, a shadowed backend only calls the backend
@@ -89,13 +64,17 @@ class Shadow:
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
         self._key_of: dict[int, BlockKey] = {}  # block -> its key, while it is sealed
         self._archive: dict[BlockKey, Caches] = {}  # key -> bytes of that block, per layer of its group and buffer
+        self._covered: dict[bytes, int] = {}  # digest of a block that was sealed -> how many tokens it covers
+        self._recurrent = num_states > 0
+        self.states = StateShadow(self.regions.states, num_rows, self._covered, self.compared)
 
     def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         """Handles events of the block pool: a sealed block is archived, an evicted one is removed from the archive."""
         if event == "seal":
             assert key is not None
             self._key_of[block] = key
-            self._archive[key] = self._bytes(key[0], *next(iter(self._rows_of[block].items())))
+            row, index = next(iter(self._rows_of[block].items()))
+            self._archive[key], self._covered[key[1]] = self._bytes(key[0], row, index), (index + 1) * self.spans[key[0]]
         elif event == "evict":
             del self._archive[self._key_of.pop(block)]
 
@@ -117,6 +96,13 @@ class Shadow:
             self._set_tables(row, [table[: -(-(length - 1) // span)] for table, span in zip(self._tables[row], self.spans)])
         for row, group, index, block in plan.new_blocks:
             self._set_block(row, self._tables[row][group], index, block)
+        if self._recurrent:
+            self.states.apply(plan, {write.row: self._digest(write) for write in plan.row_writes})
+
+    def _digest(self, write: RowWrite) -> bytes | None:
+        """Returns the digest of the tokens that a row begins with, if their last block is sealed."""
+        key = self._key_of.get(write.tables[0][(write.start - 1) // self.spans[0]]) if write.start else None
+        return None if key is None else key[1]
 
     def spoil_rejected(self, plan: StepPlan, caches: Caches) -> None:
         """Fills the slots of rejected drafts with NaN, before the plan that starts with the first of them. caches: the paged ones"""
@@ -214,11 +200,12 @@ class Shadow:
         tables = torch.stack([step.row[:, None] * (length // span) + numbers for span in self.spans])
         token_rows = step.row.long().repeat_interleave(step.query_start.diff())
         slots = token_rows * length + step.cache_index
-        return replace(step, tables=tables, slots=slots.repeat(len(self.spans), 1))
+        states = None if step.states is None else self.states.own_slots(step.states)
+        return replace(step, tables=tables, slots=slots.repeat(len(self.spans), 1), states=states)
 
-    def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor) -> None:
+    def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor, what: str = "attention differs over equal caches") -> None:
         if not same_bits(paged, plain):
-            raise VerifyError(f"attention differs over equal caches: step {self.step}, layer {layer}")
+            raise VerifyError(f"{what}: step {self.step}, layer {layer}")
         self.compared.output_values += paged.numel()
 
     def compare_ways(self, at_once: tuple[Tensor, Tensor], by_layers: tuple[Tensor, Tensor]) -> None:
@@ -275,7 +262,8 @@ def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plai
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
             reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out), sinks, slopes)
             out = self.over_blocks.attend(q, cache, paged, out, sinks, slopes)
-            shadow.compare_outputs(self.layer, *(one[: int(batch.query_start[-1])] for one in (out, reference)))  # the rest is padding
+            used = int(batch.query_start[-1])  # the rest is padding
+            shadow.compare_outputs(self.layer, out[:used], reference[:used])
             return out
 
         def attend_few(
@@ -296,97 +284,19 @@ def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plai
     return ShadowedBackend
 
 
-class ShadowedAttention:
-    """The native attention over blocks and over the regions, with the comparison in between."""
-
-    def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
-        self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
-        self._caches, self._shadow, self._groups = caches, shadow, whole.groups
-
-    def prepare(self, step: StepTensors, shared: AllShared) -> None:
-        self._step = step
-        self._paged.prepare(step, shared)
-        self._plain.prepare(self._shadow.contiguous(step), shared)  # the same rows share keys, so that bits are equal
-
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        twin = qkv.clone()
-        self._paged.write(layer, qkv)
-        self._plain.write(layer, twin)
-        group = self._groups[layer]
-        lengths, tables = self._step.context_len[group], self._step.tables[group]
-        self._shadow.compare_caches(layer, self._caches[layer], self._step.row, lengths, tables)
-        out = self._paged.read(layer, qkv)
-        self._shadow.compare_outputs(layer, out, self._plain.read(layer, twin))
-        return out
-
-
-class ShadowedProgram:
-    """A program with verification in every layer."""
-
-    def __init__(self, program: Program, watched: Callable[[Shape, bool], tuple[Tensor, Tensor] | None], shadow: Shadow) -> None:
-        """`watched` computes a step with verification, and returns hidden states and logits as in the program's `Forward`.
-
-        It returns None if the program does: in that case the data for the next stage is compared when it is sent (`worker/twice.py`).
-        """
-        self.vocab_size, self.nbytes = program.vocab_size, program.nbytes
-        self.load, self.logits = program.load, program.logits
-        self._program, self._watched, self._shadow = program, watched, shadow
-
-    def run(self, shape: Shape, whole: bool = False) -> Forward | None:
-        seen = self._watched(shape, whole)
-        forward = self._program.run(shape, whole)  # writes the same bits into the same slots
-        if forward is None or seen is None:
-            return None
-        hidden, logits = seen
-        used = int(forward.step.query_start[-1])  # the rest is padding
-        outputs = int(forward.step.first_output[int((forward.step.row >= 0).sum())])
-        count = outputs if len(forward.hidden) == shape.outputs else used
-        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:outputs]), (hidden[:count], logits[:outputs]))
-        return forward
-
-
-def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> ShadowedProgram:
-    layers = NativeLayers(program, ShadowedAttention(program, caches, shadow))
-    program.sharing.share_all()
-
-    def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
-        if shape.decodes:
-            shadow.compared.together += rows_together(program.keys)
-        step = program.prepared(shape)
-        if program.place.after is None:
-            return layers.compute(step)
-        layers.pass_on(step)
-        return None
-
-    return ShadowedProgram(program, watched, shadow)
-
-
-def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
-    """`eager`: the program inside `program`. Its layers have a `shadowed` backend."""
-    if eager.sharing is not None:
-        eager.sharing.share_all()
-    all_share = eager.teams is None and eager.place.context.size == 1  # on a device only steps with shared-prefix groups do
-
-    def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
-        if shape.decodes and (all_share or shape.in_teams):
-            shadow.compared.together += rows_together(eager.shared)
-        shadow.watches = True
-        found = eager.compute(shape, whole) if eager.place.after is None else eager.run(shape, whole)
-        shadow.watches = False
-        if not isinstance(found, tuple):
-            return None
-        states, hidden, logits = found
-        return (states if whole else hidden).clone(), logits.clone()  # the next step overwrites them
-
-    return ShadowedProgram(program, watched, shadow)
-
-
 def happened(event: Event, block: int, key: BlockKey | None, runner: ModelRunner, shadow: Shadow | None) -> None:
     """Handles a block event. A block that is taken is filled with NaN, so that its old contents cannot be used."""
     if shadow is not None:
         shadow.on_event(event, block, key)
     if event == "take" and (shadow is not None or isinstance(runner.store, PagedStore)):
         poison(runner.store.caches, block)
+
+
+def state_happened(event: StateEvent, slot: int, key: bytes | None, runner: ModelRunner, shadow: Shadow) -> None:
+    """As `happened`, of a state slot."""
+    shadow.states.on_event(event, slot, key, runner.store.states)
+    if event == "take":
+        poison(runner.store.states, slot)
 
 
 def _held(tables: list[list[int]]) -> list[int]:

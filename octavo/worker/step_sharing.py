@@ -7,8 +7,9 @@ import torch
 
 from octavo.messages import StepPlan
 from octavo.step.shared_keys import FREE, NOTHING, ReadCost, SharedKeys, SharedReads
+from octavo.step.step_tensors import send
 from octavo.step.team_words import ENTRY, LINE, Teams, most_teams, team_words
-from octavo.worker.request_table import RequestTable, send
+from octavo.worker.request_table import RequestTable
 
 Keys = list[SharedKeys]  # one per cache group
 
@@ -16,17 +17,17 @@ Keys = list[SharedKeys]  # one per cache group
 class StepSharing:
     def __init__(self, table: RequestTable, spans: Sequence[int], cost: ReadCost, alone: Sequence[int] = ()) -> None:
         """`spans`: tokens in a block of each cache group. `alone`: groups in which every row reads its own keys"""
-        self._changes = table.watched_tables()
+        self._changes, self._cost = table.watched_tables(), cost
         self._reads = {
             number: SharedReads(tables, span, cost)
             for number, (tables, span) in enumerate(zip(self._changes.tables, spans, strict=True))
             if number not in alone
         }
 
-    def share_all(self) -> None:
+    def share_all(self, wanted: bool = True) -> None:
         """Shares every possible key between rows, even if it does not pay off: for verification, which has short contexts."""
         for reads in self._reads.values():
-            reads.cost = FREE
+            reads.cost = FREE if wanted else self._cost
 
     def of(self, plan: StepPlan) -> Keys:
         """Returns the shared-prefix nodes of each cache group, among scheduled rows that have one token. There must be some."""

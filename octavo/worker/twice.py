@@ -1,6 +1,6 @@
-"""In a pipeline stage whose steps are verified, each is computed twice: both results for the next stage must have the same bits."""
+"""Compares bits. In a verified pipeline stage each step is computed twice: both results for the next stage must have the same bits."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,6 +8,26 @@ from torch import Tensor
 from octavo.comm.comm import Channel
 from octavo.errors import VerifyError
 from octavo.worker.program import Place
+
+
+@dataclass(slots=True)
+class Compared:
+    """How much has been verified."""
+
+    steps: int = 0
+    rows: int = 0
+    cache_values: int = 0
+    output_values: int = 0
+    copies: int = 0
+    forks: int = 0
+    rejected: int = 0  # slots of drafts that were rejected
+    together: int = 0  # rows of decode steps that shared keys with others
+    state_values: int = 0  # of recurrent layers
+    restored: int = 0  # rows that began with a checkpoint of a state
+
+    @property
+    def values(self) -> int:
+        return self.cache_values + self.output_values + self.state_values
 
 
 class Twice:

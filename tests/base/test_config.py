@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color
+from octavo.config import VARIABLES, Debug, EngineConfig, environment, log_level, no_color
 from octavo.errors import ConfigError
+from octavo.keywords import Settings
 from octavo.own_file import state_dir
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
@@ -28,6 +29,7 @@ BAD: dict[str, list[Any]] = {
     "max_model_len": [0, 1, *NO_INTEGERS],
     "block_size": [0, 3, 12, 512, None, *NO_INTEGERS],
     "kv_cache_memory_bytes": [0, *NO_INTEGERS],
+    "state_cache_share": [-0.1, 0.91, 1, float("nan"), "0.2", True, None],
     "gpu_memory_utilization": [0, 0.0, -0.5, 1.01, float("nan"), float("inf"), "0.9", True, None],
     "num_gpu_blocks_override": [0, 1, *NO_INTEGERS],
     "tensor_parallel_size": [0, 2**40, None, *NO_INTEGERS],
@@ -42,6 +44,7 @@ BAD: dict[str, list[Any]] = {
     "enable_prefix_caching": ["false", None, 2, 1],
     "scheduling_policy": ["lifo", None],
     "enforce_eager": ["no", None, 1],
+    "deterministic": ["yes", None, 0],
     "pipeline_depth": [0, 3, *NO_INTEGERS],
     "max_logprobs": [None, *NO_INTEGERS],
     "logprobs_mode": ["processed_logprobs", "", None, True],

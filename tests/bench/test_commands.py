@@ -125,6 +125,7 @@ def test_latency_where_only_the_engine_is_installed_and_only_a_shape_is_known(tm
 
 
 # promise: octavo-bench-throughput
+@pytest.mark.soak
 def test_startup_starts_processes_and_times_their_milestones(tmp_path: Path, stories: Path) -> None:
     files = ("--json", "out.json", "--picture", "out.svg", "--report", "out.html")
     run = octavo("bench", "startup", str(stories), "--rounds", "2", *files, cwd=tmp_path)

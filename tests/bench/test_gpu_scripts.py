@@ -98,6 +98,7 @@ def test_what_fits_follows_from_what_is_reserved() -> None:
     assert whole.filled == pytest.approx(limit.filled / 2, rel=0.05)
 
 
+@pytest.mark.soak
 def test_the_loads_are_those_at_hand_and_blocks_hold_the_most(run: Run, tmp_path: Path) -> None:
     found = capacity.load_lengths()
     assert [len(found[name]) for name in ("nano256", "azure", "mooncake")] == [256, 8, 6]

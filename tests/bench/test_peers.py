@@ -145,6 +145,7 @@ def test_scales_of_curves_are_round_and_just_above_the_most() -> None:
     assert labels[:5] == ["0", "200", "400", "600", "800"] and labels[9::5] == ["400", "160", "40", "1"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_dummy_models_read_as_many_bytes_of_matrices_a_token_and_stay_finite(kind: str, tmp_path: Path) -> None:
     shape = Shape(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=512, experts=8, chosen=2, inner=256)

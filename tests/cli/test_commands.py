@@ -211,6 +211,7 @@ def test_a_failing_engine_is_an_error_of_the_command() -> None:
 
 
 # promise: environment-octavo-log
+@pytest.mark.soak
 def test_a_traceback_comes_only_when_asked_for() -> None:
     words = ("chat", "--block-size", "12", "Hello!")
     assert "Traceback" not in octavo(*words).stderr

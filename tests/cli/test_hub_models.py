@@ -31,6 +31,7 @@ def server(stories: Path) -> Iterator[FakeHub]:
 
 
 # promise: model-owner-name, downloads-use-hf, revision, environment-hf-home
+@pytest.mark.soak
 def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Path, server: FakeHub, tmp_path: Path) -> None:
     with LLM(str(stories), dtype="float32", kv_cache_memory_bytes=2**23) as llm:
         (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
@@ -74,6 +75,7 @@ def test_what_is_wrong_is_one_line(server: FakeHub, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak
 def test_a_name_is_planned_from_its_headers_and_no_weight_is_fetched(stories: Path, server: FakeHub, tmp_path: Path) -> None:
     """The same plan before a download, after it without the hub, and for the folder it came from."""
     home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}

@@ -12,15 +12,16 @@ import pytest
 
 from octavo.cli.args import Parser, add_engine_flags, engine_config
 from octavo.cli.chat import Terminal
-from octavo.cli.chat_session import ChatSession, LocalAnswers
+from octavo.cli.chat_session import AnswerStats, ChatSession, LocalAnswers, _note_delta, _note_event
 from octavo.cli.generate import Answer, JsonWriter, Row, Sample, TextWriter
 from octavo.cli.words import looks_like_model, looks_like_server, may_name_model
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
+from octavo.inputs import Conversation
 from octavo.llm import LLM
 from octavo.loading.resolve import resolve_model
 from octavo.loading.text_side import load_tokenizer
-from octavo.messages import LifeRecord
+from octavo.messages import HitReason, LifeRecord
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
@@ -181,7 +182,8 @@ class Scripted:
     def stats(self) -> object:
         return SimpleNamespace(num_blocks=10, free_blocks=7)
 
-    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
+    def stream_chat(self, messages: Conversation, params: SamplingParams) -> Iterator[TextDelta]:
+        ids = self.encoder.encode_chat(messages)[1]
         if len(ids) + (params.max_tokens or 1) > self.max_model_len:
             raise RequestError("too long", "prompt", "context_length_exceeded")
         self.prompts.append(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -192,6 +194,20 @@ class Scripted:
 
 def session_of(llm: Scripted, notes: list[str], max_tokens: int | None = 16) -> ChatSession:
     return ChatSession(LocalAnswers(cast(LLM, llm), SamplingParams(max_tokens=max_tokens)), "Be kind.", notes.append)
+
+
+@pytest.mark.parametrize("reason", ["no_state", "state_evicted", "differs"])
+def test_figures_say_how_much_was_in_the_cache_if_its_state_was_not(reason: HitReason) -> None:
+    life, stats = LifeRecord(0.0, cached_tokens=4096, common_tokens=5008, hit_reason=reason), AnswerStats()
+    stats.prompt_tokens = 6000
+    _note_delta(stats, TextDelta("0", 0, "Yes", [1], life=life), "")
+    local = stats.lines()[1]
+    usage, remote = {"prompt_tokens": 6000, "prompt_tokens_details": {"cached_tokens": 4096}}, AnswerStats()
+    _note_event(remote, {"timings": {"hit_reason": reason, "common_tokens": 5008}, "usage": usage})
+    assert remote.lines()[1] == local
+    why = {"no_state": "no state was kept after the rest of them", "state_evicted": "the next state was evicted"}.get(reason)
+    more = f"{reason}: 5008 were in the cache, but {why}" if why else reason
+    assert local == f"prompt  6000 tokens, 4096 of them cached ({more})"
 
 
 # promise: chat-thinking-text

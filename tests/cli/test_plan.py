@@ -16,6 +16,7 @@ from octavo.cli.plan import MARKS, WIDTH, _cells
 from octavo.sizing.memory_plan import GIB, MIB, Memory
 from octavo.worker import device, memory
 from tests.cli.processes import ROOT, SECONDS, Typist, environment
+from tests.models.test_hybrid_configs import QWEN35_35B
 from tests.support.models import stories260k, to_gguf
 from tests.support.quantized_models import Kind, write_both
 
@@ -112,6 +113,23 @@ def test_what_ifs_change_what_they_say(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"KV cache +511\.\d MiB   2,741 blocks of 16 tokens, 12,240 bytes per token in int8;", capsys.readouterr().out)
 
 
+def test_states_are_planned_and_bound_the_sequences_unless_they_were_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN35_35B))
+    words = [str(file), "--device", "cpu", "--memory", "128g", "--dtype", "bfloat16", "--no-native"]
+    main(["plan", *words])
+    out = capsys.readouterr().out
+    auto, asked = planned(capsys, *words), planned(capsys, *words, "--max-num-seqs", "64")
+    rows, state, kept = (int(str(auto[name])) for name in ("max_num_seqs", "state_bytes", "state_checkpoints"))
+    assert 4 < rows < 64 and 2 * rows * state <= int(str(auto["kv_cache_bytes"])) / 2 < 2 * (rows + 1) * state
+    assert auto["state_slots"] == 2 * rows + kept and kept == int(str(auto["kv_cache_bytes"])) * 0.2 // state
+    assert asked["max_num_seqs"] == 64 and asked["state_slots"] == 128 + kept
+    assert f"\n  max_num_seqs is {rows} instead of 256: a sequence has two states of 62.8 MiB, and those of all sequences may" in out
+    assert re.search(rf"\n {{19}} +\d+\.\d MiB   of it {kept} states of 62\.8 MiB for prompts to continue from\n", out)
+    assert re.search(rf"\n {{19}} +[\d.]+ GiB   of it {2 * rows} states of 62\.8 MiB, two of each sequence\n", out)
+    assert planned(capsys, *words, "--kv-cache-memory-bytes", "64m")["max_num_seqs"] == 4
+
+
 # promise: decode-context-parallel-size
 def test_a_rank_plans_for_the_tokens_that_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 4 heads of k and v it has 2, or all 4 of every second token: the same bytes hold the same tokens."""
@@ -151,6 +169,7 @@ def test_a_cache_in_the_dtype_that_the_model_decides_on_is_planned_for(capsys: p
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
@@ -197,6 +216,7 @@ def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.
     assert "int8 at load; torch computes with floats, so no memory is saved" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
     quantized, _ = write_both(tmp_path, Kind("gptq", act_order=True))
     shown = run(str(quantized), "--dtype", "bfloat16", "--memory", "1g").stdout

@@ -116,6 +116,16 @@ def test_one_of_several_engines_is_chosen_and_its_number_and_how_many_are_ready_
     assert figures_line(watch).startswith("engine 1 of 2  1 of 2 ready  running 0")
 
 
+def test_state_slots_are_a_figure_and_four_counts() -> None:
+    watch = watch_of(HEAD, EMPTY)
+    assert "states" not in figures_line(watch)
+    watch._take({"kind": "delta", "at": 1.0, "states": [1200, 3, 12, 2]})
+    assert "  states 3 live, 12 kept of 1,200  prompt " in figures_line(watch)
+    for wrong in ([1, 2, 3], ["many", 1, 1, 1]):
+        with pytest.raises(ValueError):
+            watch._take({"kind": "delta", "at": 2.0, "states": wrong})
+
+
 # promise: octavo-top-url
 def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() -> None:
     again = [(0.0, HEAD), (0.0, EMPTY | {"at": 0.1, "seqs": [sequence(1)], "steps": [STEP]})]
@@ -154,6 +164,7 @@ def test_at_a_terminal_it_is_redrawn_in_place_until_q(tmp_path: Path) -> None:
             assert "Traceback" not in terminal.transcript
 
 
+@pytest.mark.soak
 def test_at_a_terminal_that_cannot_be_redrawn_or_with_plain_it_is_lines(tmp_path: Path) -> None:
     for words, term in ((("--plain",), "xterm"), ((), "dumb")):
         with view_host(Shown(FRAMES)) as server, Typist("top", server.url, *words, cwd=tmp_path, env={"TERM": term}) as terminal:

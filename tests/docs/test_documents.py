@@ -1,7 +1,7 @@
 """Every code block of the README, CONTRIBUTING and docs/ does what it says: it runs, in a folder that has nothing but examples/.
 
 Blocks of Python run as they stand. Those of the shell run without the default model's weights, but for `octavo verify`, which has a smaller
-model's; by hand (`-m soak`) they run as they stand, too. Servers run as they stand, in processes of their own.
+model's; by hand (`-m soak`) they run as they stand, too. Servers have the default model, and are forked (tests/support/forked.py).
 """
 
 import os
@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.processes import FAKE
 from tests.docs.blocks import Block, code_blocks, targets_of
+from tests.support.forked import run_forked
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
@@ -34,20 +35,20 @@ PRINTED = {  # by examples that call tools, besides what the model likes to say
     ],
     "agents_tools.py": [r"(whole|streamed) .*weather\(\{.*\}\) \| -> \d+ sunny days in .* \| \w", "ChatCompletions", "Responses"],
 }  # fmt: skip
+NOT_WATCHED = "loop.slow=60000,step.slow=60000"  # the model is a real one
 CURL = "silent\nshow-error\nfail-with-body\n"  # an answer that is an error is a failure
 
 
 def run(block: Block, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a block in `folder`, with this interpreter's commands first on the path and nothing on stdin."""
-    if block.language == "python":
-        command = [sys.executable, "-c", block.text]
-    else:
-        command = ["bash", "-euo", "pipefail", "-c", block.script]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CURL_HOME": str(folder), **more}
     (folder / ".curlrc").write_text(CURL)
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(ROOT / "examples")
+    if block.language == "python":
+        return run_forked([sys.executable, "-c", block.text], None, SECONDS, cwd=folder, env=env, text=True)
+    command = ["bash", "-euo", "pipefail", "-c", block.script]
     return subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
 
 
@@ -62,7 +63,7 @@ def serving() -> Iterator[Serving]:
 
         @cache
         def address(words: tuple[str, ...]) -> str:
-            server = stack.enter_context(ServerProcess("octavo serve", *words, watch=""))
+            server = stack.enter_context(ServerProcess("octavo serve", *words, watch=NOT_WATCHED))
             return f"{server.host}:{server.port}"
 
         yield lambda block: block if block.server is None else block.at(address(block.server))

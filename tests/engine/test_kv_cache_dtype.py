@@ -9,6 +9,7 @@ import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.errors import ConfigError
+from tests.support.soaked import pairs
 
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends. "
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -70,8 +71,7 @@ def test_native_and_torch_keep_the_same_codes_and_are_as_sure(stories: str) -> N
 
 
 # promise: kv-cache-dtype
-@BOTH
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(("native", "dtype"), pairs([True, False], ["float32", "int8"], shift=1))
 def test_hits_copies_and_preemption_do_not_show(stories: str, native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [TEXT * 2, TEXT * 2 + "One day", "The cat", TEXT]
     params = SamplingParams(n=3, seed=3, max_tokens=30, ignore_eos=True)
@@ -89,6 +89,7 @@ def test_hits_copies_and_preemption_do_not_show(stories: str, native: bool, dtyp
         assert llm.stats().preemptions > 10
 
 
+@pytest.mark.soak
 def test_the_default_model_is_about_as_sure_of_a_text_with_codes_as_with_float32() -> None:
     text = (Path(__file__).parents[1] / "data/prompts/questions.txt").read_text()[:1500]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -11,7 +11,9 @@ import pytest
 from octavo import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from octavo.bench.loads import cpu
 from octavo.errors import EngineError, RequestError
+from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
+from octavo.text.message_ends import common_length
 from tests.support.closing import assert_closing_frees
 from tests.support.story_folder import TEMPLATE
 
@@ -124,6 +126,21 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert [text_of(output) for output in llm.chat(one, GREEDY)] == expected[:1]
     assert [text_of(output) for output in llm.chat([one, other], GREEDY)] == expected
     assert joined(list(llm.stream_chat(other, GREEDY)))[0] == expected[1]
+
+
+def test_a_chat_names_the_ends_of_its_messages_to_a_model_that_keeps_states(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = [{"role": "system", "content": "Once upon a time"}, {"role": "user", "content": " there was"}]
+    other = [chat[0], {"role": "user", "content": "Tim and Lily"}]
+    added, add = list[AddRequest](), llm._core.add
+    monkeypatch.setattr(llm._core, "add", lambda request: (added.append(request), add(request)))
+    for keeps in (False, True):
+        monkeypatch.setattr(llm._core.scheduler.kv, "keeps_states", keeps)
+        llm.chat([chat, other], GREEDY)
+        list(llm.stream_chat(chat, GREEDY))
+    assert [bool(request.checkpoints) for request in added] == [False] * 3 + [True] * 3
+    one, two, streamed = added[3:]
+    system = common_length(one.prompt_token_ids, two.prompt_token_ids)
+    assert one.checkpoints == streamed.checkpoints == [system, len(one.prompt_token_ids)] and two.checkpoints[0] == system
 
 
 # promise: chat-template

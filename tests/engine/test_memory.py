@@ -6,7 +6,6 @@ import resource
 import weakref
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from octavo.worker import memory as memory_module
 from octavo.worker.device import Choice, Gpu
 from octavo.worker.model_runner import ModelRunner
 from tests.support.resident import held_under_load
+from tests.support.soaked import one_in
 
 shape_of = cache(model_shape)  # of the default model it takes a second
 
@@ -78,6 +78,7 @@ def test_the_default_model_takes_what_was_planned(dtype: str, native: bool, quan
 
 
 # promise: memory-plan-before
+@pytest.mark.soak
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, native: bool) -> None:
     engine = {"dtype": "float32", "native": native, "num_gpu_blocks_override": 257, "max_num_seqs": 8}
@@ -271,6 +272,7 @@ LARGER = {"hidden_size": 1024, "num_hidden_layers": 8}
 
 
 # promise: memory-plan-before
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("config", "native"),
     [
@@ -292,6 +294,7 @@ def test_mixtures_and_models_with_two_groups_take_what_was_planned(config: dict[
 
 
 # promise: kv-cache-dtype
+@pytest.mark.soak
 def test_a_pool_of_codes_holds_nearly_twice_the_tokens_and_takes_what_was_planned(tmp_path: Path) -> None:
     """Heads of 64 dimensions: 64 + 4 bytes instead of 128. The pool is nearly all that this engine takes, and is written to the end."""
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
@@ -321,6 +324,9 @@ STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
 }
 
+STEPS_AND_DTYPES = one_in(5, ((step, dtype) for dtype in OF_TORCH for step in STEPS))
+OF_THE_SAMPLER = [("the sampler", "bfloat16")] if "bfloat16" not in OF_TORCH else []
+
 
 def peak_bytes(run: Any) -> int:
     """The most bytes of tensors alive at once that were made in `run`."""
@@ -334,7 +340,7 @@ def peak_bytes(run: Any) -> int:
     return most
 
 
-@pytest.mark.parametrize(("largest", "dtype"), dict.fromkeys([*product(STEPS, OF_TORCH), ("the sampler", "bfloat16")]))
+@pytest.mark.parametrize(("largest", "dtype"), [*STEPS_AND_DTYPES, *OF_THE_SAMPLER])
 def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, requests, prompt, tokens, step, sampling = STEPS[largest]
     cache: Any = "int8" if largest == "gathered codes" else "auto"

@@ -21,6 +21,7 @@ from octavo.worker.program import Eager
 from tests.cli.processes import octavo
 from tests.support.closing import assert_closing_frees
 from tests.support.models import tiny_model
+from tests.support.soaked import rarely
 
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends. "
 PROMPTS = [TEXT * 3, "The cat", TEXT + "One day", "x", TEXT + "It was a sunny day and"]
@@ -48,7 +49,9 @@ SMALL_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 300}
 
 # promise: native
 @pytest.mark.parametrize(
-    "settings", [{}, {"pipeline_depth": 2}, {"max_num_batched_tokens": 24}, SMALL_BLOCKS, {"enable_prefix_caching": False}], ids=str
+    "settings",
+    [{"pipeline_depth": 2}, SMALL_BLOCKS, *rarely({}, {"max_num_batched_tokens": 24}, {"enable_prefix_caching": False})],
+    ids=str,
 )
 def test_the_same_tokens_and_logprobs_in_float32_whatever_the_schedule(stories: str, settings: dict[str, object]) -> None:
     engine = {"num_gpu_blocks_override": 120, "max_num_seqs": 8, **settings}
@@ -93,7 +96,8 @@ def test_the_default_model_stays_packed_and_is_about_as_sure_of_a_text_as_its_fl
         return -sum(found) / len(found), nbytes
 
     (plain, _), (packed, nbytes) = loss(False, "float32"), loss(True, "bfloat16")
-    assert math.exp(packed - plain) == pytest.approx(1, abs=0.02), "perplexities over 350 tokens; the long run compares 20,000"
+    # Activations of 8 bits move the logprob of a token by 0.2 in the root mean square (docs/reproducible.md): three standard errors.
+    assert packed - plain == pytest.approx(0, abs=3 * 0.2 / math.sqrt(350)), "over 350 tokens; the long run compares 20,000"
     assert nbytes < 110 * 2**20, "bfloat16 would take 257 MiB"
     assert nbytes == pytest.approx(model_shape(None).needs("bfloat16", native_threads=1).weights, rel=0.01)
 

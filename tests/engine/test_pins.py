@@ -80,6 +80,7 @@ def test_a_pin_comes_back_with_its_engine_and_ends_in_the_middle_of_its_use(endl
 
 
 # promise: pinned-prefix-everywhere
+@pytest.mark.soak
 def test_every_engine_holds_it_after_deaths_and_a_rolling_restart(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "", PAIR, max_pinned_blocks=5, **SHORT) as llm:

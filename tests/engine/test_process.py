@@ -158,6 +158,7 @@ def test_a_socket_that_cannot_be_made_is_told_with_what_to_change() -> None:
         Router("ipc:///proc/octavo/engine", 1, 1, 1000, None)
 
 
+@pytest.mark.soak
 def test_a_folder_that_somebody_removed_is_made_again_for_those_who_join_and_for_the_next_engine(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=10") as llm:

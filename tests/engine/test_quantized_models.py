@@ -23,6 +23,7 @@ from tests.cli.processes import octavo
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both
 from tests.support.rounding import PRODUCTS, assert_near, both, share_of_float, share_of_float32, share_of_int4, share_of_int8
+from tests.support.soaked import one_in
 
 QWEN = "Qwen2ForCausalLM"  # with biases
 KINDS = {
@@ -71,7 +72,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 # promise: model-folder-quantised
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", one_in(2, KINDS))
 def test_a_quantised_folder_says_what_its_floats_say(
     tmp_path: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -198,6 +199,7 @@ def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
 
 
 # promise: quantization-q-auto
+@pytest.mark.soak
 def test_the_command_line_quantises_the_default_model() -> None:
     run = octavo("generate", "Hello", "-q", "int4", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
     assert run.returncode == 0 and "quantised already and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr

@@ -110,6 +110,7 @@ def test_a_grammar_goes_on_where_its_text_was(endless: str) -> None:
     run(main())
 
 
+@pytest.mark.soak
 def test_whoever_was_served_is_not_refused_where_the_queue_is_full(endless: str) -> None:
     async def main() -> None:
         serving = Serving(engines=2, max_restarts=0, max_queue=0)
@@ -172,6 +173,7 @@ def test_requests_wait_for_an_engine_where_none_is_left_and_deadlines_run_on(end
     run(main())
 
 
+@pytest.mark.soak
 def test_all_engines_are_replaced_under_load_without_an_error(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=5", THREE, max_num_seqs=8) as llm:
@@ -243,6 +245,7 @@ async def storm(llm: AsyncLLM, streams: int, steps: int, pause: tuple[float, flo
     return sorted(pauses)
 
 
+@pytest.mark.soak
 def test_a_storm_of_deaths_changes_no_text(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=2", THREE, max_num_seqs=16) as llm:

@@ -13,6 +13,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.errors import EngineError
 from tests.engine.test_llm import assert_idle, text_of
+from tests.support.soaked import rarely
 
 PROMPTS = ["Once upon a time", "Tim and Sam", "One day, Lily", "The dog was", "There was a big red"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -93,7 +94,7 @@ def test_calls_from_many_threads_give_the_texts_that_each_gives_alone(stories: s
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", [*rarely(1), 2])
 def test_two_in_threads_of_one_process_give_the_texts_that_each_gives_alone(
     stories: str, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

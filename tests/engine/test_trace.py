@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 from tests.cli.processes import ROOT, environment
 from tests.support.fake import FakeEngine, sampling
 from tests.support.models import tiny_model
+from tests.support.soaked import rarely
 from tests.support.story_folder import story_folder
 from tests.support.watching import view_of
 
@@ -137,7 +138,7 @@ def test_a_file_that_cannot_be_written_or_is_something_else_is_refused_and_kept(
 
 
 # promise: ranks-watched
-@pytest.mark.parametrize("how", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("how", ["tensor_parallel_size", *rarely("pipeline_parallel_size")])
 def test_every_step_is_on_the_track_of_every_rank(tmp_path: Path, how: str) -> None:
     settings: dict[str, Any] = {how: 2, "skip_tokenizer_init": True, "max_model_len": 256, "num_gpu_blocks_override": 40}
     folder, path = tiny_model(tmp_path, "LlamaForCausalLM", seed=3), tmp_path / "t.json"

@@ -1,7 +1,7 @@
 """On a CPU with native kernels, the default model in its 4-bit form answers with the same bits under every schedule.
 
-Texts and logprobs of a request that runs alone are compared with those of the same request among others, in chunks, found in the
-cache, preempted and sampled several times. `make soak` runs many prompts, and other weights and caches.
+The text of each question is answered alone, and then under random schedules, as `octavo verify --schedules` does with random ids.
+`make soak` runs many prompts, and other weights and caches.
 """
 
 import itertools
@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, CompletionOutput, RequestOutput, SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.invariance import Invariance, Proof
+from octavo.engine.schedules import BEAMS, KINDS, SEARCHES
+from octavo.loading.text_side import open_text_side
+from octavo.messages import AddRequest
 from tests.support.native import levels_here
-from tests.support.native_weights import INVARIANT
 
 QUESTIONS = [line for line in (Path(__file__).parents[1] / "data/prompts/questions.txt").read_text().splitlines() if line]
 LEAD = "You are an assistant who answers briefly, in plain words, and never invents facts. " * 4
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
-SEEDED = replace(PARAMS, temperature=1.0, top_p=0.9, seed=7)
-LEVELS = [level for level in levels_here() if level in INVARIANT]
-KINDS: dict[str, dict[str, Any]] = {
+LEVELS = levels_here()
+WEIGHTS_AND_CACHES: dict[str, dict[str, Any]] = {
     "4 bits": {},
     "8 bits": {"quantization": "int8"},
     "float32": {"quantization": "none", "dtype": "float32"},
@@ -28,77 +29,38 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16 cache": {"kv_cache_dtype": "float16"},
     "int8 cache": {"kv_cache_dtype": "int8"},
 }
-Answer = list[tuple[list[int], list[dict[int, float]]]]
 
 
-def answers(outputs: list[RequestOutput]) -> list[Answer]:
-    """The ids and logprobs of every completion of every request."""
-    return [[(list(one.token_ids), logprobs(one)) for one in output.outputs] for output in outputs]
+def prove(level: str, prompts: list[str], max_tokens: int, schedules: int, **settings: Any) -> Invariance:
+    """Raises an error at the first difference, and if nothing happened that could cause one."""
+    config = EngineConfig(device="cpu", cpu_isa=level, **settings)
+    text = open_text_side(config)
+    requests = []
+    for number, prompt in enumerate(prompts):
+        kind = (SEARCHES[0], *KINDS)[number % (1 + len(KINDS))]
+        params = replace(kind, seed=number, max_tokens=max_tokens, ignore_eos=True)
+        beams = BEAMS if kind in SEARCHES else None
+        requests.append(AddRequest(str(number), text.encoder.encode(prompt)[1], params, beams=beams))
+    return Proof(config, text.source, text.model, requests).run(schedules, len(requests))
 
 
-def logprobs(one: CompletionOutput) -> list[dict[int, float]]:
-    return [{token: choice.logprob for token, choice in choices.items()} for choices in one.logprobs or []]
-
-
-class Schedules:
-    """Runs prompts under different schedules, with the same settings of the numbers."""
-
-    def __init__(self, level: str, monkeypatch: pytest.MonkeyPatch, prompts: list[str], params: SamplingParams, **kind: Any) -> None:
-        self._level, self._monkeypatch, self._prompts, self._params, self._kind = level, monkeypatch, prompts, params, kind
-
-    def alone(self) -> list[Answer]:
-        with self._engine() as llm:
-            outputs = []
-            for prompt in self._prompts:
-                outputs += llm.generate([prompt], self._params, use_tqdm=False)
-                llm.reset_prefix_cache()
-        return answers(outputs)
-
-    def together(self, debug: str = "", rounds: int = 1, n: int = 1, **settings: Any) -> list[Answer]:
-        """The answers of the last of some rounds."""
-        with self._engine(debug, **settings) as llm:
-            for _ in range(rounds):
-                outputs = llm.generate(self._prompts, replace(self._params, n=n), use_tqdm=False)
-        return answers(outputs)
-
-    def _engine(self, debug: str = "", **settings: Any) -> LLM:
-        self._monkeypatch.setenv("OCTAVO_DEBUG", ",".join(filter(None, (f"isa={self._level}", debug))))
-        return LLM(None, **{"num_gpu_blocks_override": 700, "max_num_seqs": 32, **self._kind, **settings})
-
-
-def check(schedules: Schedules) -> None:
-    alone = schedules.alone()
-    assert len({str(answer) for answer in alone}) == len(alone)
-    assert schedules.together() == alone
-    assert schedules.together(rounds=2) == alone  # prompts are found in the cache
-    assert schedules.together(max_num_batched_tokens=32, max_num_seqs=16) == alone
-    assert schedules.together("preempt.every=3", max_num_batched_tokens=100) == alone
-    for answer, several in zip(alone, schedules.together(n=4, enable_prefix_caching=False), strict=True):
-        assert several == answer * 4
-
-
-# promise: x86-batch-invariance
+# promise: cpu-batch-invariance
 @pytest.mark.parametrize("level", LEVELS[-1:])
-def test_the_schedule_does_not_change_an_answer(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(Schedules(level, monkeypatch, [LEAD + question for question in QUESTIONS[:6]], PARAMS))
-
-
-@pytest.mark.parametrize("level", LEVELS[-1:])
-def test_the_schedule_does_not_change_a_seeded_answer(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedules = Schedules(level, monkeypatch, [LEAD + question for question in QUESTIONS[:6]], SEEDED)
-    assert schedules.alone() == schedules.together("preempt.every=3", max_num_batched_tokens=48)
+def test_the_schedule_does_not_change_an_answer(level: str) -> None:
+    proven = prove(level, [LEAD + question for question in QUESTIONS[:5]], max_tokens=8, schedules=2)
+    assert (proven.requests, proven.samples) == (7, 14) and proven.kernels == f"native {level}"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_thousand_prompts(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_prompts(level: str) -> None:
     pairs = itertools.islice(itertools.permutations(QUESTIONS, 2), 1000)
-    check(Schedules(level, monkeypatch, [LEAD + " ".join(pair) for pair in pairs], replace(PARAMS, max_tokens=32)))
+    prove(level, [LEAD + " ".join(pair) for pair in pairs], max_tokens=32, schedules=6)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS_AND_CACHES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_other_weights_and_caches(level: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_and_caches(level: str, kind: str) -> None:
     prompts = [LEAD + " ".join(pair) for pair in itertools.islice(itertools.permutations(QUESTIONS, 2), 100)]
-    check(Schedules(level, monkeypatch, prompts, replace(PARAMS, max_tokens=32), **KINDS[kind]))
+    prove(level, prompts, max_tokens=32, schedules=6, **WEIGHTS_AND_CACHES[kind])

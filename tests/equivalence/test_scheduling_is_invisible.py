@@ -50,8 +50,13 @@ def switches(runner: str) -> str:
     return f"runner={'model' if runner == 'gpu' else runner}"
 
 
-def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
-    return all(same_greedy_text(one, other) for one, other in zip(alone, others, strict=True))
+def agree(alone: list[RequestOutput], others: list[RequestOutput], runner: str) -> bool:
+    """`alone` was computed natively: other native steps have the same bits, and torch and a GPU the same text but for near ties."""
+    pairs = list(zip(alone, others, strict=True))
+    if runner == "model":
+        return all((one.outputs[0].token_ids, one.outputs[0].logprobs) == (other.outputs[0].token_ids, other.outputs[0].logprobs)
+                   for one, other in pairs)  # fmt: skip
+    return all(same_greedy_text(one, other) for one, other in pairs)
 
 
 # promise: gpu-computes-device
@@ -59,7 +64,7 @@ def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
 def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, depth=depth) as llm:
         outputs = llm.generate([*CROWD[:16], *TARGETS, *CROWD[16:]], PARAMS, use_tqdm=False)
-    assert agree(alone, outputs[16 : 16 + len(TARGETS)])
+    assert agree(alone, outputs[16 : 16 + len(TARGETS)], runner)
 
 
 @pytest.mark.soak
@@ -68,14 +73,14 @@ def test_each_among_32(folder: str, alone: list[RequestOutput], depth: int, runn
     with engine(folder, runner, depth=depth) as llm:
         for number, target in enumerate(TARGETS):
             outputs = llm.generate([*CROWD[:16], target, *CROWD[16:]], PARAMS, use_tqdm=False)
-            assert same_greedy_text(alone[number], outputs[16])
+            assert agree([alone[number]], [outputs[16]], runner)
 
 
 # promise: max-num-batched
 @pytest.mark.parametrize("depth", [1, 2])
 def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, rows=8, batched=16, depth=depth) as llm:
-        assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
+        assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False), runner)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -84,7 +89,7 @@ def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int,
         llm.generate(TARGETS, PARAMS, use_tqdm=False)
         again = llm.generate(TARGETS, PARAMS, use_tqdm=False)
     assert [output.num_cached_tokens for output in again] == [0, 0, 0, 16, 48]
-    assert agree(alone, again)
+    assert agree(alone, again, runner)
 
 
 # promise: life-record-per
@@ -97,23 +102,23 @@ def test_preempted_every_3_steps(
         outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
     assert sum(output.metrics.preemptions for output in outputs) > 10
     assert sum(output.metrics.recomputed_tokens for output in outputs) > 0
-    assert agree(alone, outputs)
+    assert agree(alone, outputs, runner)
 
 
 def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
     with engine(folder, runner, blocks=9) as llm:
         outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
         assert llm.stats().preemptions > 0
-    assert agree(alone, outputs)
+    assert agree(alone, outputs, runner)
 
 
 # promise: attention-backend
-def test_without_blocks_at_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
+def test_without_blocks_at_all(folder: str, alone: list[RequestOutput]) -> None:
     with LLM(  # with not a row to spare
         folder, device="cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=len(TARGETS),
         attention_backend="contiguous", enable_prefix_caching=False,
     ) as llm:  # fmt: skip
-        assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
+        assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False), "torch")
 
 
 # promise: kv-cache-layout

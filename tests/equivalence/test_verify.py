@@ -27,6 +27,7 @@ from octavo.worker.program import Forward
 from octavo.worker.request_table import RequestTable
 from tests.support.models import tiny_model
 from tests.support.places import PLACES, Place
+from tests.support.soaked import rarely
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,9 @@ def test_default_model_agrees_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("depth", "block_size", "cache", "native"),
     [
-        (1, 2, "float32", True), (1, 2, "bfloat16", False), (1, 2, "int8", True),
-        (2, 16, "float32", False), (2, 16, "bfloat16", True), (2, 16, "int8", True),
-        *(pytest.param(1, 2, *case, marks=pytest.mark.soak) for case in (("float32", False), ("bfloat16", True), ("int8", False))),
-        *(pytest.param(2, 16, *case, marks=pytest.mark.soak) for case in (("float32", True), ("bfloat16", False), ("int8", False))),
+        (1, 2, "float32", True), (1, 2, "bfloat16", False), (2, 16, "float32", False), (2, 16, "int8", True),
+        *rarely(*((1, 2, *case) for case in (("float32", False), ("bfloat16", True), ("int8", False), ("int8", True)))),
+        *rarely(*((2, 16, *case) for case in (("float32", True), ("bfloat16", False), ("bfloat16", True), ("int8", False)))),
     ],
 )  # fmt: skip
 def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, depth: int, block_size: int, cache: str, native: bool) -> None:

@@ -7,6 +7,8 @@
 
 The copy stands in a folder that has the real tests beside it, so a named test runs there as it is. It runs in a process that
 `Nursery` forks from one which has imported pytest and torch, and nothing of Octavo: to import them for every bug takes most of the time.
+
+A mistake in a source of the native library is compiled alone, without optimisation, and linked with what was built of the others.
 """
 
 import json
@@ -22,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
+OBJECTS = ROOT / "build/native/CMakeFiles/octavo.dir/octavo/native"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,29 @@ def plant(bug: SeededBug, tree: Path) -> Path:
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     applied = subprocess.run(["git", "apply", str(bug.path)], cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS)
     assert applied.returncode == 0, f"{bug.name} no longer fits the code, make it anew: {applied.stderr}"
+    if sources := [name for name in changed if name.endswith(".cpp")]:
+        _link_library(sources, tree)
     return tree
+
+
+def _link_library(sources: list[str], tree: Path) -> None:
+    """The library becomes one with these sources of `tree`."""
+    objects = {path.name.removesuffix(".o"): str(path) for path in OBJECTS.glob("*.cpp.o")}
+    assert objects, f"the native library was not built in {OBJECTS}"
+    changed = {Path(source).name: str(tree / Path(source).name) + ".o" for source in sources}
+    for source in sources:
+        _compile(["-c", source, "-o", changed[Path(source).name]], tree)
+    library = tree / "octavo/native/liboctavo.so"
+    library.unlink()
+    # in ascending order of the levels: the linker keeps the first copy of an inline function
+    ordered = sorted(objects, key=lambda name: (name.startswith("level_"), name != "level_portable.cpp", len(name), name))
+    _compile(["-shared", "-o", str(library), *(changed.get(name, objects[name]) for name in ordered)], tree)
+
+
+def _compile(arguments: list[str], tree: Path) -> None:
+    command = ["c++", "-std=c++20", "-fPIC", "-fvisibility=hidden", *arguments]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
 
 
 def _link(folder: Path, changed: set[Path], tree: Path) -> None:

@@ -133,6 +133,33 @@ def watched(**settings: Any) -> tuple[FakeEngine, Reader]:
     return engine, Reader(view_of(engine.core), "w", engine.scheduler)
 
 
+def test_states_are_counted_and_a_sequence_says_after_which_tokens_they_are_kept() -> None:
+    engine = FakeEngine(block_size=16, num_blocks=400, rows=4, budget=512, max_len=4000, states=40, check=False)
+    reader = Reader(view_of(engine.core), "always", engine.scheduler)
+    reader.look()
+    assert reader.state.states == [48, 0, 0, 0] and reader.frames[0]["states"] == [48, 0, 0, 0]
+    prompt = [(7 * i + i * i // 3) % VOCAB for i in range(900)]
+    engine.pin("pin", prompt[:400])
+    engine.run()
+    engine.add("one", prompt, sampling(40), checkpoints=[700])
+    for _ in range(4):
+        engine.step()
+        reader.look()
+    (seq,) = reader.state.seqs.values()
+    assert seq["checkpoints"] == [256, 384, 400, 512, 688, 768, 896]
+    slots, live, kept, pinned = reader.state.states
+    assert (slots, live, pinned) == (48, 2, 1) and kept == len(seq["checkpoints"]) - pinned
+    engine.run()
+    reader.look()
+    last, _ = reader.ended[seq["seq"]]
+    assert last["checkpoints"] == [*seq["checkpoints"], 928]
+    plain = FakeEngine()
+    plain.add("one", prompt[:20])
+    reader = Reader(view_of(plain.core), "always", plain.scheduler)
+    reader.look()
+    assert "states" not in reader.frames[0] and all("checkpoints" not in seq for seq in reader.state.seqs.values())
+
+
 def test_beams_are_samples_that_part_and_lose() -> None:
     engine, reader = watched(num_blocks=60, block_size=4, rows=4)
     engine.add("a", list(range(13)), sampling(12, n=2), beams=Beams(4))

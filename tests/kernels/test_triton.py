@@ -65,6 +65,7 @@ def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
     assert script("gpu_sampling", "--tiny", "--sweep").count(" near ties; temperature ") == 2
 
 
+@pytest.mark.soak
 def test_launches_do_not_compare_constants_and_names_stay() -> None:
     code = """
 from octavo.worker.kernel_calls import kernel_keys
@@ -101,8 +102,8 @@ def test_the_documents_name_the_gpus_that_kernels_are_compiled_for() -> None:
 
 # promise: kernels-gpus-compute
 def test_the_largest_kernels_compile_without_spilling(tmp_path: Path) -> None:
-    """Those of Hopper, and the products with 8-bit floats for an older and two newer GPUs. All others are compiled by hand, below."""
-    others = ["86", "100", "121"]
+    """Those of Hopper, and the products with 8-bit floats for an older and a newer GPU. All others are compiled by hand, below."""
+    others = ["86", "100"]
     taken = compiled(tmp_path, "90:largest,attention,mixture", *(f"{capability}:fp8" for capability in others))
     assert {"prefill_hopper", "packed_gemm", "down_row"} <= {name for capability, name, _ in taken if capability == "90"}
     assert {("90", "multiply_tiles", "wgmma"), ("90", "packed_gemm", "wgmma")} <= set(map(tuple, taken))
@@ -138,6 +139,15 @@ def test_all_kernels_compile_without_spilling(capability: str, tmp_path: Path) -
     assert {one for one, _, _ in taken} == {capability} and "fp8_tiles" in {name for _, name, _ in taken}
     assert len(taken) > 50 and ("prefill_hopper" in {name for _, name, _ in taken}) == (capability == "90")
     assert "wgmma" not in {units for _, _, units in taken} or capability == "90"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", [one for one in CAPABILITIES if one != "100"])  # `deterministic` is refused there
+def test_the_kernels_of_deterministic_compile_without_spilling(capability: str, tmp_path: Path) -> None:
+    taken = compiled(tmp_path, f"{capability}:invariant")
+    assert {"multiply_in_order", "invariant_prefill", "invariant_decode", "packed_gemm", "fp8_tiles"} <= {name for _, name, _ in taken}
+    products = {units for _, name, units in taken if name == "multiply_in_order"}
+    assert products == ({"-", "wgmma"} if capability == "90" else {"-", "mma"})
 
 
 @pytest.mark.parametrize("capability", ["90", pytest.param("87", marks=pytest.mark.soak), pytest.param("100", marks=pytest.mark.soak)])

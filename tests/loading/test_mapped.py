@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.loading import checkpoint
-from octavo.loading.checkpoint import MappedFile
+from octavo.loading import mapped_file
+from octavo.loading.mapped_file import MappedFile
 
 SIZE, TENSOR = 64 * 2**20, 2 * 2**20  # a fault may bring 2 MiB with it
 
@@ -21,8 +21,8 @@ def resident(path: Path) -> int:
 
 
 def test_what_was_read_some_time_ago_is_not_in_memory_and_still_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "KEPT", 4 * TENSOR)
-    monkeypatch.setattr(checkpoint, "AHEAD", 2 * TENSOR)
+    monkeypatch.setattr(mapped_file, "KEPT", 4 * TENSOR)
+    monkeypatch.setattr(mapped_file, "AHEAD", 2 * TENSOR)
     path, content = tmp_path / "weights", np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
     path.write_bytes(content.tobytes())
     file, views = MappedFile(path), {}

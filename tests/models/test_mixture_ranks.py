@@ -28,7 +28,7 @@ def said(folder: Path, **settings: Any) -> list[Any]:
     [
         ("Qwen2MoeForCausalLM", {"tensor_parallel_size": 2}),
         ("GptOssForCausalLM", EXPERTS),
-        ("MixtralForCausalLM", {"pipeline_parallel_size": 2}),
+        pytest.param("MixtralForCausalLM", {"pipeline_parallel_size": 2}, marks=SOAK),
         pytest.param("GptOssForCausalLM", {"tensor_parallel_size": 2}, marks=SOAK),
         pytest.param("Qwen3MoeForCausalLM", EXPERTS | {"pipeline_parallel_size": 2}, marks=SOAK),
     ],

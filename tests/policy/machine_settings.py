@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-SOAK = 40  # times as many examples where a test is marked `soak`
+SOAK = 80  # times as many examples where a test is marked `soak`
 
 
 def machine_settings(examples: int, steps: int, factor: int = 1) -> settings:

@@ -145,7 +145,7 @@ class _Schedule:
         return self.searches
 
 
-@pytest.mark.parametrize("lives", [150, pytest.param(6000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("lives", [75, pytest.param(6000, marks=pytest.mark.soak)])
 def test_searches_in_small_pools_come_to_their_answers_and_leave_nothing(lives: int) -> None:
     answered = preempted = 0
     for seed in range(lives):
@@ -168,6 +168,23 @@ def test_room_for_a_group_is_counted_as_it_is_taken(free: int) -> None:
     fits = engine.kv.have_room(beams)
     assert fits == (free >= 3) == all(engine.kv.allocate(beam, 1, StepPlan(99)) for beam in beams)
     engine.pool.release(taken)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("groups", GROUPS[2:])
+def test_a_search_whose_windows_are_freed_while_it_is_computed_needs_no_room_for_all_of_its_blocks(
+    groups: tuple[CacheGroup, ...], width: int
+) -> None:
+    """It was preempted in every step of a long prompt, for ever, because its whole prompt did not fit at once."""
+    accepted = 0
+    for length in range(4, 70):
+        engine = FakeEngine(block_size=2, num_blocks=30, rows=2, budget=2, most_len=length + 4, groups=groups)
+        try:
+            engine.add("a", [token % 50 for token in range(length)], sampling(3, n=width), beams=Beams(width))
+        except RequestError:
+            continue
+        accepted += len(_answered(engine)) == width
+    assert accepted
 
 
 def test_what_can_never_be_searched_is_refused() -> None:

@@ -44,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         stages=st.sampled_from([1, 1, 2, 3]),
         shorter=st.sampled_from([1, 1, 2, 4]),
         links=st.sampled_from([None, 1, 3]),
+        states=st.sampled_from([None, None, 0, 1, 4]),
     )
     def start(
         self,
@@ -61,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         stages: int,
         shorter: int,
         links: int | None,
+        states: int | None,
     ) -> None:
         """`shorter`: where requests cannot fill the pool, there is room for pins."""
         self.engine = FakeEngine(
@@ -75,9 +77,10 @@ class EngineMachine(RuleBasedStateMachine):
             preempt_every=preempt_every,
             end_ids=end_ids,
             groups=groups if stages == 1 else (FULL,),  # a pipeline has no windows that give back
-            drafts=drafts,
+            drafts=drafts if states is None else 0,
             stages=stages,
             links=links,
+            states=states,
         )
         self.rows = rows
         self.pins: dict[str, tuple[int, str]] = {}  # length and salt
@@ -208,7 +211,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         if what == "fork":
             engine.fork(seq)
-        elif what == "truncate":
+        elif what == "truncate" and engine.kv.shortest(seq) <= seq.num_tokens:
             engine.truncate(seq, max(seq.request.num_prompt, engine.kv.shortest(seq), seq.num_tokens - number))
         elif what == "replace" and not seq.in_flight and seq.num_planned < seq.num_tokens:
             token = next(token for token in range(number, VOCAB) if token not in seq.request.end_ids)
@@ -241,7 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(point=points)
     def step_with_reset_inside(self, point: str) -> None:
         hooks = self.engine.executor.before_forward if point == "before_forward" else self.engine.executor.after_forward
-        hooks.append(self.engine.pool.forget)
+        hooks.append(self.engine.kv.forget)
         self.engine.step()
 
     @rule()

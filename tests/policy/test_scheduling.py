@@ -7,6 +7,7 @@ import pytest
 
 from octavo.policy.admission import MAX_PASSES
 from tests.support.fake import FakeEngine, sampling
+from tests.support.soaked import rarely
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -126,8 +127,7 @@ def test_a_prefill_that_started_is_not_starved_by_an_older_one(depth: int) -> No
     engine.assert_exact({"long"})
 
 
-@DEPTHS
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("caching", "depth"), [(True, 2), (False, 1), *rarely((True, 1), (False, 2))])
 def test_requests_that_fill_the_pool_alone_finish_without_thrashing(caching: bool, depth: int) -> None:
     engine = FakeEngine(block_size=4, num_blocks=1 + 26, rows=32, budget=256, depth=depth, caching=caching)
     prompt, count = 32, 64  # 24 blocks; the pool has 1.1 times as many

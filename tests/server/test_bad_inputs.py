@@ -24,7 +24,7 @@ from tests.support.bad_inputs_row import Place, Row
 from tests.support.bad_inputs_watch import ADMIN_KEY, KEY, OTHER_KEY, SECRETS, Watched
 from tests.support.story_folder import story_folder
 
-ROWS: list[Row] = [row for section in (http, keys, params, prompts, prefixes, tools, forms, life, sockets, start) for row in section.ROWS]
+ROWS: list[Row] = [row for section in (http, keys, params, prompts, prefixes, tools, forms, life, sockets) for row in section.ROWS]
 SMALL = ("--max-model-len", "256", "--block-size", "4", "--served-model-name", "stories")
 SERVERS: dict[Place, Callable[[str], Watched]] = {
     "stories": lambda model: Watched(
@@ -82,3 +82,10 @@ def test_a_bad_input_gets_its_answer_and_leaves_no_trace(servers: Callable[[Plac
     server = servers(row.place)
     server.withstand(row.make(server), row.canary)
 
+
+# promise: what-cannot-honoured
+@pytest.mark.parametrize("row", start.ROWS, ids=lambda row: row.id)
+def test_a_start_that_cannot_work_ends_in_one_line_and_disturbs_no_server(servers: Callable[[Place], Watched], row: Row) -> None:
+    server = servers(row.place)
+    row.make(server)()
+    assert server.process.ask("GET", "/health").status == 200

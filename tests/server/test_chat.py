@@ -1,6 +1,7 @@
 """/v1/chat/completions through the openai client: answers, logprobs, errors by their classes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -38,6 +39,20 @@ def test_messages_of_text_parts_and_templates_with_options(served: Served) -> No
     body = {"chat_template_kwargs": {"continue_final_message": True}}
     create(model="stories", messages=begun, temperature=0, max_tokens=1, extra_body=body)
     assert served.llm.prompt() == "<s> Once upon a time, there was a"
+
+
+def test_conversations_name_the_ends_of_their_messages_to_a_model_that_keeps_states(served: Served) -> None:
+    chat: list[Any] = [{"role": "system", "content": "Once upon a time"}, {"role": "user", "content": " there was"}]
+    facts = served.llm.facts
+    try:
+        for served.llm.facts in (facts, replace(facts, keeps_states=True)):
+            served.server.post("/v1/chat/completions", {"messages": chat, "max_tokens": 1})
+            served.server.post("/v1/responses", {"input": chat, "max_output_tokens": 1})
+    finally:
+        served.llm.facts = facts
+    plain, _, *named = served.llm.asked
+    assert [request.checkpoints for request in served.llm.asked[:2]] == [[], []]
+    assert [request.checkpoints for request in named] == [[5, len(plain.prompt_token_ids)]] * 2
 
 
 # promise: chat-logprobs-content

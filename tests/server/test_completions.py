@@ -9,7 +9,10 @@ import openai
 import pytest
 
 from octavo import SamplingParams
+from octavo.messages import AddRequest, LifeRecord
+from octavo.outputs import TextDelta
 from octavo.server import requests
+from octavo.server.generation import Tally
 from octavo.text.prompt import PromptEncoder
 from tests.server.conftest import Served
 
@@ -85,6 +88,14 @@ def test_cached_tokens_and_timings_are_told(served: Served) -> None:
         assert set(timings) == {"queue_ms", "prefill_ms", "decode_ms", "cached_tokens", "preemptions", "hit_reason"}
         assert all(0 <= timings[name] < 10_000 for name in ("queue_ms", "prefill_ms", "decode_ms")) and timings["preemptions"] == 0
     assert "timings" not in served.server.post("/v1/completions", body | {"include_timings": False}).json()
+
+
+def test_timings_name_the_tokens_in_the_cache_whose_state_was_not_kept() -> None:
+    tally = Tally([AddRequest("", [1] * 50, SamplingParams())])
+    for common in (16, 32):
+        life = LifeRecord(0.0, cached_tokens=16, common_tokens=common, hit_reason="no_state")
+        tally.count([TextDelta("", 0, "", [1], life=life)])
+        assert tally.timings().get("common_tokens") == (32 if common > 16 else None)
 
 
 # promise: finish-reason-stop

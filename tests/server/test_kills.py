@@ -18,6 +18,7 @@ from tests.support.fair_clock import FairClock
 from tests.support.http_storm import WATCHED, held, seconds_until_idle
 from tests.support.open_streams import text, while_streaming
 from tests.support.server_process import ServerProcess
+from tests.support.soaked import rarely
 
 SLOW = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=20", "OCTAVO_LOG_LEVEL": "INFO"}
 FLAGS = ("--num-gpu-blocks-override", "2000", "--max-num-seqs", "32", "--tool-call-parser", "hermes")
@@ -102,7 +103,7 @@ def test_no_process_outlives_a_killed_server(endless: str) -> None:
         assert not any(each.is_whole for each in ended)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [*rarely("1"), "2"])
 def test_sigterm_lets_twenty_streams_end_whole(endless: str, processes: str) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", processes, env=SLOW) as server:
         pids = family(server.process.pid)
@@ -150,7 +151,7 @@ def test_sigterm_while_it_starts_ends_it_with_nothing_left(endless: str, after: 
     assert "Traceback" not in said and gone(pids) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *rarely(signal.SIGSTOP)])
 def test_an_api_process_that_dies_or_stops_is_started_again(endless: str, how: signal.Signals, tmp_path: Path) -> None:
     """Also where somebody has removed the temporary folder by whose name it finds the engine."""
     with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env={**SLOW, "TMPDIR": str(tmp_path)}, forks=False) as server:

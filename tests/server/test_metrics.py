@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2 as httpx
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
 from octavo.messages import AddRequest
+from octavo.metrics import Counter, Gauge, engine_metrics
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
@@ -147,6 +149,22 @@ def test_the_family_is_complete_under_any_prefix_and_the_dashboard_names_what_is
     assert used <= names, "the dashboard asks for what nobody tells"
     shown = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in used}
     assert {re.sub(r"_total$", "", name) for name in GAUGES | COUNTERS | HISTOGRAMS} <= shown | {"iteration_tokens"}
+
+
+def test_states_are_counted_only_of_recurrent_models() -> None:
+    llm = StandInLLM()
+    assert not any(sample.startswith("state_") for sample in scraped(llm))
+    llm.stats = replace(llm.stats, state_slots=20, held_states=4, checkpoints=9, checkpoints_kept=12, checkpoints_used=5)
+    llm.stats = replace(llm.stats, checkpoints_evicted=3, stateless_tokens=700)
+    names = "slots", "slots_in_use", "checkpoints", "checkpoints_kept_total", "checkpoints_used_total", "checkpoints_evicted_total"
+    samples = scraped(llm)
+    assert [samples[f"state_{name}"] for name in names] == [20, 4, 9, 12, 5, 3] and samples["state_recomputed_tokens_total"] == 700
+    found = {metric.name: metric for metric in engine_metrics(llm.stats, 0, "m")}
+    assert found["octavo:state_recomputed_tokens"] == Counter("octavo:state_recomputed_tokens", {"model_name": "m", "engine": "0"}, 700)
+    assert isinstance(found["octavo:state_slots"], Gauge) and found.keys().isdisjoint({"octavo:state_slots_total"})
+    assert not any(":state_" in metric.name for metric in engine_metrics(StandInLLM().stats, 0, "m"))
+    later = llm.stats.after(replace(llm.stats, state_slots=20, held_states=20))
+    assert (later.state_slots, later.held_states, later.checkpoints, later.checkpoints_kept) == (20, 4, 9, 24)
 
 
 # promise: metrics

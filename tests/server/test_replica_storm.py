@@ -162,6 +162,7 @@ def survives(folder: str, num_clients: int, seconds: float, deaths: int, *flags:
 
 
 # promise: data-parallel-size
+@pytest.mark.soak
 def test_no_client_of_sixteen_sees_engines_of_a_model_die(endless: str) -> None:
     survives(endless, 16, 6, 1)
 

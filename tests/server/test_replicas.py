@@ -17,6 +17,7 @@ from tests.support.heavy_watch import family as family_list
 from tests.support.http_server import wait_for
 from tests.support.open_streams import story, while_streaming
 from tests.support.server_process import Reply, ServerProcess
+from tests.support.soaked import rarely
 
 FAKE = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=10", "OCTAVO_LOG_LEVEL": "INFO"}
 FLAGS = ("-dp", "3", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "16", "--admin-key", "boss", "--max-restarts", "100")
@@ -55,7 +56,7 @@ def streamed(reply: Reply | None) -> str:
 
 
 # promise: data-parallel-size
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [*rarely("1"), "2"])
 def test_no_client_notices_that_engines_die_and_all_are_told_apart(endless: str, processes: str) -> None:
     with ServerProcess("octavo serve", endless, *FLAGS, "--api-processes", processes, env=FAKE) as server:
         wait_for(lambda: ready(server) == (3, 3))

@@ -14,9 +14,9 @@ def test_a_storm_of_clients_leaves_every_text_exact_and_nothing_behind(endless: 
         questions += tool_cases(server, 4)
         asyncio.run(storm(server, questions, 128, seed=1, leaving=0.0))
         before = held_at_rest(server)
-        happened = asyncio.run(storm(server, questions, 2000, seed=2))
+        happened = asyncio.run(storm(server, questions, 1000, seed=2))
         seconds_until_idle(server, before)
-        assert min(happened["left"], happened["streamed"], happened["whole"]) > 300, happened
-        assert happened["called"] > 15 and happened["late"] + happened["cut off"] > 30, happened
+        assert min(happened["left"], happened["streamed"], happened["whole"]) > 150, happened
+        assert happened["called"] > 7 and happened["late"] + happened["cut off"] > 15, happened
         assert server.ask("GET", "/watch").json["preemptions"] > 0, "the pool was never short"
         assert "Traceback" not in server.stderr and "Error" not in server.stderr, server.stderr[-3000:]

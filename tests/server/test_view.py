@@ -169,7 +169,7 @@ class ScriptedLLM(StandInLLM):
 
 def engine_frames(count: int) -> Iterator[ViewFrame]:
     """Of an engine at work, from the first on."""
-    engine = FakeEngine(num_blocks=64, block_size=16, rows=4)
+    engine = FakeEngine(num_blocks=64, block_size=16, rows=4, states=10)
     reader = view_of(engine.core)
     reader.request("w", "full")
     for number in range(count):
@@ -213,15 +213,16 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         wanted = states[0]
         assert heads == [1, 2, 1] and states[1].at == pytest.approx(wanted.at, abs=1)
         for state in states[1:]:
-            for part in ("ref", "sealed", "digests", "tokens", "since", "seqs", "ended", "steps"):
+            for part in ("ref", "sealed", "digests", "tokens", "since", "seqs", "ended", "steps", "states"):
                 assert getattr(state, part) == getattr(wanted, part), part
-        assert sum(wanted.sealed) > 0 and len(wanted.ended) > 5 and llm.readers == 1
+        assert wanted.states[0] == 18 and sum(wanted.sealed) > 0 and len(wanted.ended) > 5 and llm.readers == 1
         for stream in streams:
             await stream.aclose()
         await wait_for_async(lambda: llm.readers == 0 and not server.views[0]._lines and asyncio.all_tasks() == before)
         again = server.views[0].lines(True)
         llm.frames.put_nowait(frames[0])
-        assert (await anext(again)).startswith(b'{"kind":"head"')
+        first = await anext(again)
+        assert first.startswith(b'{"kind":"head"') and b'"states":[18,' in first
         server.draining = True
         assert [text async for text in again] == []
         await server.close()

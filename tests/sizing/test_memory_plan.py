@@ -14,7 +14,8 @@ from octavo.errors import ConfigError
 from octavo.models.registry import describe, read_config
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sizing.auto import resolved
-from octavo.sizing.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
+from octavo.sizing.cache_size import default_pool_bytes
+from octavo.sizing.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, plan_memory, plan_stages
 
 MUCH = Memory(2**60)  # more than anything asked for here
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "bfloat16"), "v": Buffer((2, 8), "float32")}) for layer in range(3)]
@@ -50,13 +51,38 @@ def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
         assert (plan.refusal, plan.geometry.num_blocks) == (None, pool // (16 * PER_TOKEN))
 
 
-def test_a_state_takes_memory_for_each_row_and_none_of_the_pool() -> None:
-    state = [replace(spec, state={"sum": Buffer((64, 64), "float32")}) for spec in SPECS]
-    for config in (settings(max_model_len=512), resolved(EngineConfig(max_model_len=512, max_num_seqs=256), "cuda")):
-        plain = replace(needs(), device=config.device)
-        before, after = (plan_memory(one, config, MUCH) for one in (plain, replace(plain, specs=state)))
-        assert after.use.rows - before.use.rows == 256 * 3 * 64 * 64 * 4 and after.geometry.state_bytes == 3 * 64 * 64 * 4
-        assert replace(after.geometry, state_bytes=0) == before.geometry
+def test_states_take_two_slots_of_each_row_and_a_share_of_the_cache() -> None:
+    specs, size = [replace(spec, state={"sum": Buffer((64, 64), "float32")}) for spec in SPECS], 3 * 64 * 64 * 4
+    asked: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 256, "kv_cache_memory_bytes": 100 * size}
+    for device in ("cpu", "cuda"):
+        plain = replace(needs(), device=device)
+        for share, kept in ((0.2, 20), (0.5, 50), (0.0, 0)):
+            config = resolved(EngineConfig(**asked, state_cache_share=share), device)
+            before, after = (plan_memory(one, config, MUCH) for one in (plain, replace(plain, specs=specs)))
+            assert after.use.rows - before.use.rows == 2 * 256 * size and after.geometry.state_bytes == size
+            states = after.geometry.num_states - 1 - 2 * 256
+            assert states in (kept, kept - 1) and after.use.kv_cache <= 100 * size
+            assert after.geometry.num_blocks == int((1 - share) * 100 * size) // (16 * PER_TOKEN)
+        config = resolved(EngineConfig(**asked, enable_prefix_caching=False), device)
+        geometry = plan_memory(replace(plain, specs=specs), config, MUCH).geometry
+        assert geometry.num_states == 513 and geometry.num_blocks == before.geometry.num_blocks
+
+
+def test_stages_of_a_pipeline_have_equally_many_blocks_and_states() -> None:
+    """The first has no recurrent layer, and the last no attention: the numbers are those of one process."""
+    tokens, state = SPECS[0], LayerCacheSpec(1, {}, state={"sum": Buffer((16, 16), "float32")})
+    every, rows = [tokens, tokens, state, state, state], 4
+    asked: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": rows}
+    stages = [replace(needs(), specs=specs, all_specs=every, one_table="a pipeline") for specs in (every[:1], every[1:3], every[3:])]
+    alone = plan_memory(replace(needs(), specs=every), settings(num_gpu_blocks_override=40, **asked), MUCH).geometry
+    together = [plan.geometry for plan in plan_stages(stages, settings(num_gpu_blocks_override=40, **asked), MUCH)]
+    assert {geometry.num_states for geometry in together} == {alone.num_states} and alone.num_states > 1 + 2 * rows
+    for share in (0.2, 0.0):
+        config = settings(kv_cache_memory_bytes=100_000, state_cache_share=share, **asked)
+        plans = plan_stages(stages, config, MUCH)
+        assert len({(plan.geometry.num_blocks, plan.geometry.num_states) for plan in plans}) == 1
+        fullest = max(plan.use.kv_cache for plan in plans)
+        assert 95_000 < fullest <= 100_000, "the stage that needs the most fills its cache"
 
 
 # promise: kv-cache-memory

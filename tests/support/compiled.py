@@ -4,6 +4,7 @@
     further     attention of other types and head sizes, with all that scores can have; caches without new tokens; one row
     attention   prefill and decode of the commonest shape       mixture     of experts, of floats, for one token and for many
     fp8         products with weights of 8-bit floats, for one row and for many
+    invariant   the kernels of `deterministic`: products of all sizes, attention of all types
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
@@ -31,11 +32,13 @@ from octavo.kernels.gates import Gate
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
-from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, rule
+from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invariant_fp8_linear, rule
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
+from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
+from octavo.kernels.triton.invariant.products import invariant_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
-from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack
+from octavo.kernels.triton.packed.products import invariant_packed_linear, packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
@@ -53,7 +56,7 @@ SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 2
 SPILLED = {  # what was quickest on an H200 spills a little
     90: {"prefill": 1024, "prefill_hopper": 640},
     100: {"prefill": 672},
-    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56},  # that of float32
+    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56, "invariant_decode": 32},  # those of float32
 }
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
@@ -155,6 +158,28 @@ def compile_fp8() -> None:
         by_tiles(torch.empty(600, SIZE, **BF16), None, weight, None, torch.bfloat16, exact_tiles(600, 1024, SIZE))
 
 
+def compile_invariant_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, **options: Any) -> None:
+    index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
+    q = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+    shares = invariant_shares(index, index[:4], cache, options.get("window"))
+    invariant_attention(q, cache, cache, tables, index, index[:4], 0.1, torch.empty(q.shape, dtype=dtype), 64, shares, **options)
+
+
+def compile_invariant() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (1, 64, 300):
+            invariant_linear(torch.empty(rows, SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), torch.empty(6144, dtype=dtype))
+        compile_invariant_attention(DIM, dtype, HEADS)
+    invariant_linear(torch.empty(300, 1000, **BF16), torch.empty(1024, 1000, **BF16))
+    compile_invariant_attention(64, torch.float16, 64, window=128, sinks=torch.ones(64))
+    compile_invariant_attention(256, torch.bfloat16, 8, 4, window=1024)
+    compile_invariant_attention(80, torch.bfloat16, 32, soft_cap=30.0, slopes=torch.ones(32))
+    for rows in (1, 300):
+        invariant_packed_linear(torch.empty(rows, SIZE, **BF16), zero_codes(1024, SIZE, 4, 128, "cpu"))
+        invariant_fp8_linear(torch.empty(rows, SIZE, **BF16), zero_fp8(1024, SIZE, 128, "cpu"))
+
+
 def compile_sampling() -> None:
     index = torch.zeros(4, dtype=torch.int64)
     logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
@@ -218,6 +243,7 @@ LISTS: dict[str, Callable[[], object]] = {
     "largest": compile_largest,
     "mixture": lambda: [compile_mixture(tokens, 2048, 768, 8) for tokens in (1, 64)],
     "fp8": compile_fp8,
+    "invariant": compile_invariant,
     "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support import mixtures
 from tests.support.families import FAMILIES, LONGROPE, Tiny, family_model, sizes
+from tests.support.hybrids import HYBRIDS
 
 TEXT = resources.files("octavo.bench").joinpath("sonnets.txt").read_text(encoding="utf-8")  # of which the tokenizer is made
 PROMPTS = [TEXT[:1], TEXT[100:130], TEXT[1000:1140], TEXT[2000:2300]]
@@ -64,6 +65,11 @@ _PHI_LONG = _with(
 _NO_YARN = {"rope_type": "default", "rope_theta": 10000.0}  # whose ramp llama.cpp rounds, and gpt-oss does not
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
+def _square(name: str) -> Tiny:
+    """A hybrid whose k and v heads have one size: llama.cpp knows no others."""
+    return replace(HYBRIDS[name], options=HYBRIDS[name].options | {"linear_key_head_dim": 32, "linear_value_head_dim": 32})
+
+
 CASES = {
     "llama": _dense(Tiny("LlamaForCausalLM", sizes(2, 48, 4, 2), "llama")),
     "llama 3.1": _dense(FAMILIES["llama 3.1"], tensors=("rope_freqs.weight",)),
@@ -88,5 +94,8 @@ CASES = {
     "qwen2moe": _mixture("qwen2moe", "Qwen2MoeForCausalLM", tensors=("blk.0.ffn_gate_shexp.weight",)),
     "qwen3moe": _mixture("qwen3moe", "Qwen3MoeForCausalLM", {"mlp_only_layers": []}, tensors=("blk.0.ffn_gate_exps.weight",)),
     "gpt-oss": _mixture("gpt-oss", "GptOssForCausalLM", {"rope_parameters": _NO_YARN}, tensors=("blk.0.attn_sinks.weight",)),
+    "qwen3.5": _dense(_square("qwen3.5"), tensors=("blk.0.ssm_a",)),
+    "qwen3.5 moe": _dense(_square("qwen3.5 moe"), tensors=("blk.0.ffn_gate_shexp.weight",)),
+    "qwen3-next": _dense(_square("qwen3-next"), tensors=("blk.0.ssm_a",)),
     "gpt-oss, MXFP4": Case("gpt-oss", _mxfp4, mixtures.VOCAB, packed=True),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request, Sequence
 from octavo.policy.scheduler import Scheduler
+from octavo.policy.states import States
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.fake_runner import FakeRunner, Slot, expected
@@ -117,13 +118,16 @@ class FakeEngine:
         stages: int = 1,
         pinned: int = 1 << 30,
         links: int | None = None,
-        state_bytes: int = 0,
+        states: int | None = None,
     ) -> None:
         """`drafts`: the most that are proposed for a sequence, right and wrong ones. `pinned`: the most blocks that may be.
-        `links`: the most that are hashed in a step. `max_len`: without it, as long as fits into the pool, and no longer than `most_len`.
+        `links`: the most that are hashed in a step. `states`: of a recurrent model, state slots beside the two of each row.
+        `max_len`: without it, as long as fits into the pool, and no longer than `most_len`.
         """
         self.pool = BlockPool(num_blocks, self._on_event)
-        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget)
+        num_states = 0 if states is None else 1 + 2 * rows + states
+        slots = States(num_states, rows, block_size, max_len or num_blocks * block_size, caching) if num_states else None
+        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget, states=slots)
         self.max_len = max_len or min(most_len, self.kv.most_tokens() + 1)
         limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size, max_pinned_blocks=pinned)
         self.scheduler = Scheduler(
@@ -133,7 +137,7 @@ class FakeEngine:
         if links is not None:
             self.scheduler.admission.links_per_step = links
         self.faults = ChosenFaults()
-        geometry = CacheGeometry(num_blocks, block_size, self.max_len, 1, groups, state_bytes=state_bytes)
+        geometry = CacheGeometry(num_blocks, block_size, self.max_len, 1, groups, num_states=num_states)
         self.runner = FakeRunner(geometry, VOCAB, self.faults)
         self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
@@ -159,10 +163,12 @@ class FakeEngine:
         beams: Beams | None = None,
         pin: PinOrder | None = None,
         position_offset: int = 0,
+        checkpoints: list[int] | None = None,
     ) -> Request:
         message = AddRequest(
-            name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams, pin=pin, position_offset=position_offset
-        )
+            name, list(prompt), params or sampling(), priority, salt, bad_words or [], beams=beams, pin=pin,
+            position_offset=position_offset, checkpoints=checkpoints or [],
+        )  # fmt: skip
         self.core.add(message)
         request = self.scheduler.requests[name]
         message = replace(message, prompt_token_ids=message.prompt_token_ids[: request.num_prompt])  # a pin has whole blocks

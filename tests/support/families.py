@@ -29,7 +29,8 @@ class Tiny:
 
     @property
     def config_class(self) -> str:
-        return "Gemma3TextConfig" if self.architecture == "Gemma3ForCausalLM" else self.architecture.replace("ForCausalLM", "Config")
+        config = "TextConfig" if self.architecture.startswith(("Gemma3For", "Qwen3_5")) else "Config"
+        return self.architecture.replace("ForCausalLM", config)
 
 
 def sizes(layers: int, hidden: int, heads: int, kv_heads: int, inner: int = 52, head_dim: int | None = None) -> dict[str, Any]:
@@ -138,8 +139,12 @@ def fill(model: Any, seed: int, tiny: Tiny, dtype: torch.dtype = torch.float32) 
 
 
 def _drawn(name: str, noise: Tensor, tiny: Tiny) -> Tensor:
+    if name.endswith("linear_attn.norm.weight"):  # the only one without `less`
+        return 1 + 0.2 * noise
     if name.endswith(("norm.weight", "ln_f.weight")):
         return 1 - tiny.less + 0.2 * noise
+    if name.endswith("conv1d.weight"):
+        return 0.5 * noise
     if noise.dim() < 2:
         return 0.5 * noise
     scale = tiny.spread if "embed" in name or "lm_head" in name else 1.0

@@ -6,6 +6,7 @@ Large files are sparse: they take no room on disk.
 """
 
 import sys
+from functools import cache
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -36,6 +37,7 @@ GROUPS = {
 }
 
 
+@cache  # making them takes a second
 def all_cases() -> list[Case]:
     return sorted([*gguf_cases(), *folder_cases(), *tokenizer_cases()], key=lambda case: case.group)
 

@@ -49,7 +49,7 @@ def add_tokenizer(folder: Path, vocab_size: int, text: str) -> None:
 def convert(folder: Path, path: Path) -> Path:
     """Writes the GGUF file of a folder, in float32 but for what is packed already. An error has the converter's last lines."""
     command = [sys.executable, str(SCRIPTS / "run_converter.py"), converter_source(), str(folder)]
-    done = subprocess.run([*command, "--outfile", str(path), "--outtype", "f32"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--outfile", str(path), "--outtype", "f32", "--no-mtp"], capture_output=True, text=True)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-12:])
     return path
 

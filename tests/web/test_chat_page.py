@@ -45,6 +45,16 @@ def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: P
     assert len(first.locator("> .text").inner_text()) > 20
 
 
+def test_a_state_that_is_lacking_is_explained_with_numbers(page: Page) -> None:
+    words = "async (answer) => (await import(new URL('web/chat_words.js', location))).cacheWords(answer).long"
+    found = {"cached": 4096, "prompt": 6000, "reason": "state_evicted", "common": 5008}
+    begins = "4,096 of 6,000 prompt tokens came from the cache. "
+    next_state = "5,008 were in the cache, but the next state of the recurrent layers was evicted to make room."
+    assert page.evaluate(words, found) == begins + next_state
+    del found["common"]
+    assert page.evaluate(words, found).startswith(begins + "More of it was cached")
+
+
 def test_an_answer_shows_its_request_in_the_pool(page: Page) -> None:
     set_setting(page, "Max tokens", "8")
     send(page, "Once upon a time")
@@ -148,6 +158,7 @@ def test_an_answer_has_a_limit_and_continue_goes_on_with_the_same_message(open_s
 
 
 # promise: page-continue
+@pytest.mark.soak
 def test_a_thought_that_was_cut_off_goes_on_too(open_stand_in: OpenPage) -> None:
     with speaking("<think>hidden", config=ServerConfig(reasoning_parser="think", inspector=False), context=2048) as (llm, url):
         llm.end = "length"

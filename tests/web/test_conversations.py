@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tests.support.soaked import rarely
 from tests.web.chatting import answers, box, listed, send, set_setting, speaking
 from tests.web.conftest import OpenPage
 
@@ -99,6 +100,7 @@ def test_a_branch_goes_on_with_what_was_said(page: Page) -> None:
 
 
 # promise: page-two-tabs
+@pytest.mark.soak
 def test_two_tabs_see_each_others_conversations(open_stand_in: OpenPage) -> None:
     with speaking("yes") as (_, url):
         page = open_stand_in(url).page
@@ -122,6 +124,7 @@ def test_two_tabs_see_each_others_conversations(open_stand_in: OpenPage) -> None
 
 
 # promise: page-two-tabs
+@pytest.mark.soak
 def test_where_two_tabs_write_at_once_nothing_is_overwritten(open_stand_in: OpenPage) -> None:
     with speaking("yes", " indeed") as (llm, url):
         page = open_stand_in(url).page
@@ -177,7 +180,9 @@ DAMAGED_OPEN = "sessionStorage.setItem('octavo.open', '7');"
 DAMAGED_NAMES = "sessionStorage.setItem('octavo.open', JSON.stringify([null, 7, ...texts.map((_, index) => String(index))]));"
 
 
-@pytest.mark.parametrize("broken", [FULL, DAMAGED + DAMAGED_OPEN, DAMAGED + DAMAGED_NAMES], ids=["full", "damaged", "damaged and open"])
+@pytest.mark.parametrize(
+    "broken", [FULL, *rarely(DAMAGED + DAMAGED_OPEN), DAMAGED + DAMAGED_NAMES], ids=["full", "damaged", "damaged and open"]
+)
 def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenPage, server: str, broken: str) -> None:
     page = open_page(server).page
     page.add_init_script(broken)

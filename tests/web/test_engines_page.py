@@ -27,6 +27,7 @@ def engine(number: int, blocks: int) -> Shown:
 
 
 # promise: engines-watched
+@pytest.mark.soak
 def test_one_of_several_engines_is_chosen_and_the_choice_stays_while_it_is_dead(open_page: OpenPage) -> None:
     words = {"message": "engine 2 is dead, 2 of 3 engines are ready", "code": None}
     with view_host(engine(0, 3), engine(1, 5), Shown(status=503, error=words), Shown(status=503, error=words), engine(2, 7)) as host:
@@ -55,6 +56,7 @@ def test_one_of_several_engines_is_chosen_and_the_choice_stays_while_it_is_dead(
         page.close()  # before the stream ends
 
 
+@pytest.mark.soak
 def test_a_server_that_lost_an_engine_is_followed_at_its_first(open_page: OpenPage) -> None:
     """It was started again, with fewer of them."""
     model = ViewModel(1, 20)

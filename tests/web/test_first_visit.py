@@ -60,6 +60,7 @@ def test_the_demo_model_is_marked_and_a_better_one_is_named(open_stand_in: OpenP
         assert_all_can_be_seen(page, "the model's name", controls=".demo-model, .better-model")
 
 
+@pytest.mark.soak
 def test_the_page_waits_for_a_server_that_loads(open_stand_in: OpenPage) -> None:
     with speaking("yes") as (llm, url):
         llm.state = "loading"

@@ -117,6 +117,7 @@ def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage
     expect(figures(page)).to_have_text(IDLE)
 
 
+@pytest.mark.soak
 def test_a_scene_ends_where_the_stream_tells_its_end_though_the_answer_comes_first(open_page: OpenPage, lesson: str) -> None:
     def answer_at_once(route: Route) -> None:
         real = Request(route.request.url, method="POST")
@@ -166,6 +167,7 @@ def test_the_demo_says_what_octavo_is_and_tells_the_lesson_without_a_server(open
     expect(start).to_be_focused()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("scheme", "size"), [("light", {"width": 1024, "height": 768}), ("dark", PHONE)], ids=["light", "dark phone"])
 def test_everybody_can_follow_the_lesson(open_page: OpenPage, demo: str, scheme: str, size: dict[str, int]) -> None:
     page = open_page(demo, color_scheme=scheme, viewport=size, reduced_motion="reduce").page

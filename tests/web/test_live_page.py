@@ -114,6 +114,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
         expect(tab.locator("[data-figure=hits]")).to_have_text(hits)
 
 
+@pytest.mark.soak
 def test_time_is_stopped_gone_back_in_and_let_go_while_the_stream_goes_on(open_page: OpenPage, live: str) -> None:
     page = open_page(live).page
     expect(figures(page)).to_have_text(IDLE)
@@ -152,6 +153,7 @@ def test_time_is_stopped_gone_back_in_and_let_go_while_the_stream_goes_on(open_p
     expect(figures(page)).to_have_text(IDLE)
 
 
+@pytest.mark.soak
 def test_a_recording_shows_the_same_blocks_without_a_server(open_page: OpenPage, live: str, demo: str, recording: Path) -> None:
     page = open_page(live).page
     set_setting(page, "Max tokens", "30")

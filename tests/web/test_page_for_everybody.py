@@ -16,6 +16,7 @@ except ModuleNotFoundError:
 
 
 # promise: page
+@pytest.mark.soak
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_serious_finding_of_axe(open_page: OpenPage, server: str, scheme: str) -> None:
     page = open_page(server, color_scheme=scheme).page
@@ -53,6 +54,7 @@ CONTROLS = ":is(.masthead button, .part-chat button, .part-chat textarea, .place
 DESKS = SIZES[:2]
 
 
+@pytest.mark.soak
 def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenPage, server: str) -> None:
     page = open_page(server, viewport=PHONE).page
     set_setting(page, "Max tokens", "60")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import ViewportSize
 
 SIZES = ((1024, 768), (1280, 800), (1366, 768), (1440, 900), (1536, 864), (1680, 1050), (1920, 1080))
+ALL_OR_SOME = pytest.mark.parametrize("sizes", [SIZES[::3], pytest.param(SIZES, marks=pytest.mark.soak)], ids=["some", "all"])
+Sizes = tuple[tuple[int, int], ...]
 NUM_BLOCKS = 5824  # what the default model gets in 2 GB
 LAID_OUT = """() => {
   const { width, height } = document.querySelector(".grid-cells");
@@ -74,6 +76,7 @@ def pool_of(host: ViewHost, held: int, cached: int = 0, num_blocks: int = NUM_BL
 
 
 # promise: pool-keeps-still
+@pytest.mark.soak
 def test_pointing_at_a_block_moves_nothing_at_any_size(open_page: OpenPage, host: ViewHost) -> None:
     pool_of(host, held=177)
     page = open_page(f"{host.url}/page", viewport={"width": 1440, "height": 900}, reduced_motion="reduce").page
@@ -97,11 +100,12 @@ def test_pointing_at_a_block_moves_nothing_at_any_size(open_page: OpenPage, host
 
 
 # promise: pool-has-the-space
-def test_the_grid_covers_the_panel_and_squares_are_as_large_as_fit(open_page: OpenPage, host: ViewHost) -> None:
+@ALL_OR_SOME
+def test_the_grid_covers_the_panel_and_squares_are_as_large_as_fit(open_page: OpenPage, host: ViewHost, sizes: Sizes) -> None:
     pool_of(host, held=177, cached=318)
     page = open_page(f"{host.url}/page", viewport={"width": 1440, "height": 900}).page
     expect(page.locator(".pool-counts")).to_contain_text("cached 318")
-    for size in SIZES:
+    for size in sizes:
         resize(page, size)
         of_panel, of_window = page.evaluate(COVERED)
         assert of_panel > 0.37 and of_window > 0.145, (size, of_panel, of_window)
@@ -122,7 +126,8 @@ def test_the_grid_covers_the_panel_and_squares_are_as_large_as_fit(open_page: Op
 
 
 # promise: pool-has-the-space
-def test_the_lessons_pool_is_eight_by_four(open_page: OpenPage, host: ViewHost) -> None:
+@ALL_OR_SOME
+def test_the_lessons_pool_is_eight_by_four(open_page: OpenPage, host: ViewHost, sizes: Sizes) -> None:
     pool_of(host, held=5, num_blocks=33)
     page = open_page(f"{host.url}/page", viewport={"width": 1440, "height": 900}).page
     expect(page.locator(".pool")).to_have_attribute("data-shows", "all")
@@ -132,6 +137,6 @@ def test_the_lessons_pool_is_eight_by_four(open_page: OpenPage, host: ViewHost) 
       const { columns, rows } = layOut(clientWidth, clientHeight, 33);
       return [columns, rows];
     }"""
-    for size in (*SIZES, (390, 844)):
+    for size in (*sizes, (390, 844)):
         resize(page, size)
         assert page.evaluate(layouts) == [8, 4], size

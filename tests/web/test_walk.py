@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import ViewportSize
 
 DESKS = ((1024, 768), (1280, 800), (1366, 768), (1440, 900), (1536, 864), (1680, 1050), (1920, 1080))
+ALL_OR_SOME = pytest.mark.parametrize("sizes", [DESKS[::3], pytest.param(DESKS, marks=pytest.mark.soak)], ids=["some", "all"])
 SCHEMES = ("light", "dark")
 RULES = "Once upon a time there was a little girl named Lily. She loved to play outside with her big red ball."
 # Those of the frame and the chat, but for what a log and the settings scroll; a phone scrolls from part to part.
@@ -76,13 +77,13 @@ def look_around(page: Page, stop: str, controls: str, sizes: tuple[tuple[int, in
     assert len(grounds) == len(SCHEMES)
 
 
-def hover_everywhere(page: Page) -> None:
+def hover_everywhere(page: Page, sizes: tuple[tuple[int, int], ...]) -> None:
     """At each size the grid has the panel, and pointing at its blocks changes what is written about them and nothing else.
 
     Time stands still meanwhile: twelve requests take more blocks, for which squares become smaller.
     """
     page.get_by_role("button", name="Pause").click()
-    for size in DESKS:
+    for size in sizes:
         resize(page, size)
         assert page.evaluate(SHARE) > 0.35, size
         before, said = page.evaluate(LAID_OUT), set()
@@ -99,14 +100,17 @@ def hover_everywhere(page: Page) -> None:
 
 
 # promise: page-walk, pool-keeps-still, timeline-of-before
-def test_at_a_desk_a_newcomer_finds_all_in_sight_and_in_its_place(open_page: OpenPage, museum: str) -> None:
+@ALL_OR_SOME
+def test_at_a_desk_a_newcomer_finds_all_in_sight_and_in_its_place(
+    open_page: OpenPage, museum: str, sizes: tuple[tuple[int, int], ...]
+) -> None:
     page = open_page(museum, viewport={"width": 1440, "height": 900}).page
 
     def look(stop: str) -> None:
         if stop == "shared blocks":
-            hover_everywhere(page)
+            hover_everywhere(page, sizes)
             page.set_viewport_size({"width": 1440, "height": 900})
-        look_around(page, stop, CONTROLS, DESKS)
+        look_around(page, stop, CONTROLS, sizes)
 
     walk.on_a_desk(page, museum, look, RULES)
 

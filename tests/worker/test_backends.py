@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.attention.backend import import_backend
-from octavo.attention.capabilities import BACKENDS, CPU, PREFERRED, TRITON, Capabilities, Device
+from octavo.attention.capabilities import BACKENDS, CPU, INVARIANT, PREFERRED, TRITON, Capabilities, Device
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
@@ -70,6 +70,22 @@ def test_a_backend_is_chosen_that_supports_the_settings_and_the_layers(
     assert choose(device, dtype, replace(SPEC, **spec), **asked) == [(name, (0,))]
 
 
+@pytest.mark.parametrize(("deterministic", "expected"), [(True, INVARIANT), (False, TRITON)])
+def test_deterministic_chooses_the_backend_whose_rows_do_not_depend_on_others(deterministic: bool, expected: Capabilities) -> None:
+    for name in ("auto", "triton"):
+        config = resolved(EngineConfig(deterministic=deterministic, attention_backend=name), "cuda")
+        (choice,) = choose_backends(Run(config, "bfloat16", "cuda"), model_of(SPEC))
+        assert choice.backend is expected and choice.backend.deterministic == deterministic
+
+
+# promise: deterministic
+def test_what_is_not_deterministic_is_refused_by_name(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model", "LlamaForCausalLM", seed=1))
+    LLM(folder, deterministic=True, device="cpu", skip_tokenizer_init=True).close()
+    with pytest.raises(ConfigError, match="deterministic is True, and torch computes, whose sums depend on the other rows"):
+        LLM(folder, deterministic=True, device="cpu", native=False, skip_tokenizer_init=True)
+
+
 # promise: attention-backend
 @pytest.mark.parametrize(
     ("device", "dtype", "spec", "asked", "said"),
@@ -84,6 +100,8 @@ def test_a_backend_is_chosen_that_supports_the_settings_and_the_layers(
          "layer 1 has heads of 20, and attention backend triton has only multiples of 16 up to 256: set device to cpu"),
         ("cuda", "float32", {}, {"attention_backend": "flashinfer"},
          f"dtype is float32, and attention backend flashinfer has only float16, bfloat16: set dtype to one of these, or {NAMED}"),
+        ("cuda", "bfloat16", {}, {"attention_backend": "flashinfer", "deterministic": True},
+         f"deterministic is True, and attention backend flashinfer computes a row differently beside others: {NAMED}"),
         ("cpu", "float32", {}, {"attention_backend": "flashinfer"},
          "attention_backend is flashinfer, which runs on a GPU, and this runs on a CPU: set it to auto, or device to cuda"),
         ("cuda", "float32", {}, {"attention_backend": "cpu"},

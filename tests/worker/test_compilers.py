@@ -19,7 +19,10 @@ from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.kernel_shapes import from_json, kernel_shapes
 from tests.support.no_cuda import build_no_cuda
 
-RAW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+RAW: dict[str, object] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "full_attention_interval": 2,
+}  # fmt: skip
 MODEL = read_config({"architectures": ["Qwen3ForCausalLM"], **RAW, "vocab_size": 1000, "head_dim": 64}, "a test")
 SHAPES = kernel_shapes(describe(MODEL), kept=[])
 assert SHAPES is not None

@@ -155,6 +155,7 @@ def test_programs_and_models_that_cannot_share_a_context_are_named(tmp_path: Pat
 
 
 # promise: octavo-verify
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("debug", "settings"), [("check=1", {"kv_cache_dtype": "int8"}), pytest.param("runner=device", {}, marks=pytest.mark.soak)]
 )

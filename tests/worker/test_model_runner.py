@@ -29,9 +29,10 @@ from octavo.step.step_tensors import (
     StepTensors,
     packed_entries,
     plan_sizes,
+    send,
 )
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
-from octavo.worker.request_table import RequestTable, send
+from octavo.worker.request_table import RequestTable
 
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,), "bfloat16")}) for layer in range(2)]
 ROWS, MAX_LEN = 6, 96
@@ -217,15 +218,23 @@ NARROW = LayerCacheSpec(2, {"k": Buffer((1, 4), "float32"), "v": Buffer((2, 3), 
 GROUPS = (CacheGroup((0, 1)), WindowGroup((2,), 2, 8))
 
 
-def test_a_fork_copies_a_state_and_a_new_sequence_starts_with_zeros() -> None:
+def test_states_begin_with_zeros_and_plans_name_their_slots() -> None:
     specs = [replace(SPECS[0], state={"sum": Buffer((2,), "float32")}), SPECS[1]]
-    for store in (PagedStore(specs, 4, 16, num_rows=ROWS), ContiguousStore(specs, ROWS, MAX_LEN)):
+    for store in (PagedStore(specs, 4, 16, num_states=5), ContiguousStore(specs, ROWS, MAX_LEN, num_states=5)):
         (state,) = store.states[0].values()
-        assert not state.any() and not store.states[1] and "sum" not in store.caches[0]
-        state[:] = torch.arange(ROWS)[:, None]
-        forks = [RowFork(row, source, 0, NoiseKey((0, 0), 0, 0)) for row, source in ((1, 2), (2, 1), (4, 3))]
-        store.apply(StepPlan(1, row_forks=forks, row_writes=[write(3, [7], [1])]))
-        assert state[:, 0].tolist() == [0, 2, 1, 0, 3, 5] == state[:, 1].tolist()
+        assert state.shape == (5, 2) and not state.any() and not store.states[1] and "sum" not in store.caches[0]
+    layout = RowLayout(6, MAX_LEN + 1, (1, 1), has_states=True)
+    memory = StepMemory(layout, ROWS, 3 * MAX_LEN, torch.device("cpu"))
+    plan = StepPlan(1, row=[3, 0, 4], start=[7, 32, 0], num_query=[1, 64, 20], outputs=[1, 0, 1], states=[(9, 2), (4, 1), (0, 8)])
+    plan.checkpoints = [(1, 48, 5), (1, 80, 6), (2, 16, 7)]
+    shape = Shape(5, 85, 5, checkpoints=3)
+    memory.send(plan, shape)
+    step = memory.step(shape.entries, shape.tokens, shape.outputs, shape.checkpoints)
+    assert step.states is not None
+    assert step.states.read.tolist() == [9, 4, 0, 0, 0] and step.states.write.tolist() == [2, 1, 8, -1, -1]
+    assert step.states.first_checkpoint.tolist() == [0, 0, 2, 3, 3, 3]
+    assert step.states.checkpoints.tolist() == [[17, 5], [49, 6], [81, 7]]
+    assert step.context_len[:, :3].tolist() == [[8, 96, 20]] * 2
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])

@@ -92,7 +92,7 @@ def filters_of(params: SamplingParams) -> Draws:
 
 # promise: logprobs-mode-gpu
 @pytest.mark.parametrize("by", ["torch", levels_here()[-1]])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(batch=st.lists(requests(), min_size=1, max_size=4), seed=st.integers(0, 999), at_once=st.sampled_from([1, 2 * VOCAB, 2**20]))
 def test_they_are_those_of_what_a_token_is_drawn_from(by: str, batch: list[Asked], seed: int, at_once: int) -> None:
     sampling, rng = by_rank(by), np.random.default_rng(seed)

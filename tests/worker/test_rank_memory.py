@@ -61,9 +61,9 @@ def test_a_rank_takes_the_size_that_all_have_room_for() -> None:
     from octavo.policy.cache_spec import CacheGeometry
 
     said: list[Any] = []
-    facts: Any = SimpleNamespace(plan_cache=lambda alike: CacheGeometry(50, 16, 700, 8))
-    found = _agreed(facts, iter([encode(Room(20, 300))[LENGTH_BYTES:]]), said.append)
-    assert said == [Room(50, 700)] and found == CacheGeometry(20, 16, 300, 8)
+    facts: Any = SimpleNamespace(plan_cache=lambda alike: CacheGeometry(50, 16, 700, 8, num_states=40))
+    found = _agreed(facts, iter([encode(Room(20, 300, 16))[LENGTH_BYTES:]]), said.append)
+    assert said == [Room(50, 700, 40)] and found == CacheGeometry(20, 16, 300, 8, num_states=16)
     for other in ([], [encode(Sample())[LENGTH_BYTES:]]):
         with pytest.raises(RankLost, match="rank 0 did not say how large the cache is"):
             _agreed(facts, iter(other), said.append)

@@ -62,11 +62,12 @@ def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput]
     ("architecture", "shape", "ranks", "stages", "native"),
     [
         pytest.param("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 1, False, marks=pytest.mark.soak),
-        ("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4, 1, True),  # heads of k and v twice
+        pytest.param("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4, 1, True, marks=pytest.mark.soak),
         pytest.param("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3, 1, True, marks=pytest.mark.soak),
-        ("Qwen3ForCausalLM", {"layers": 5}, 1, 3, True),
+        pytest.param("Qwen3ForCausalLM", {"layers": 5}, 1, 3, True, marks=pytest.mark.soak),
         ("Qwen2ForCausalLM", {"tie": True, "window": 20}, 1, 2, False),  # both stages have the matrix of the vocabulary, and one table
         ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 2, True),
+        ("Qwen2ForCausalLM", {"heads": 2, "kv_heads": 1, "tie": True}, 2, 1, True),  # both ranks have the head of k and v
     ],
 )
 def test_ranks_say_together_what_one_says(
@@ -221,7 +222,7 @@ def proven(folder: Path, ranks: int, stages: int = 1, requests: int = 24, **sett
     return verify(config, source, load_model_config(source), depth=1, num_requests=requests)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.soak)])
 def test_every_rank_proves_its_own_steps(ranks: int, stages: int, folder: Path) -> None:
     verified, alone = proven(folder, ranks, stages), proven(folder, 1)
     per_rank = verified.compared.values

@@ -113,7 +113,7 @@ def draws_of(params: SamplingParams) -> Draws:
 
 # promise: samplingparams-top-p
 # promise: samplingparams-top-p
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(logits=logit_rows, params=drawn_params, width=st.integers(1, 24))
 @example([1.0, 1.0], SamplingParams(top_p=0.5), 2)  # half the mass lies before the second: it goes
 @example([1.0, 1.0, 0.0], SamplingParams(min_p=1.0), 3)  # both reach all of the highest probability
