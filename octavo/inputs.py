@@ -1,10 +1,22 @@
-"""The forms of a prompt, as a user gives them, and how each is read."""
+"""What programs give to `LLM`: the forms of a prompt and how each is read, and `Settings`, the keywords."""
 
-from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
 
+from octavo.config import (
+    AttentionBackendName,
+    CpuIsa,
+    Device,
+    DistributedExecutorBackend,
+    Dtype,
+    KVCacheDtype,
+    KVCacheLayout,
+    LogprobsMode,
+    Quantization,
+    SchedulingPolicy,
+)
 from octavo.errors import RequestError, nearest
-from octavo.vllm_names import PROMPT_FIELDS
+from octavo.vllm_names import PROMPT_FIELDS, SETTINGS, refuse_unknown
 
 
 class TextPrompt(TypedDict):
@@ -70,3 +82,50 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequenc
     if not messages or isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return messages  # type: ignore[return-value]
+
+
+class Settings(TypedDict, total=False):
+    """The keywords of `LLM`, for type checkers and for messages about unknown ones: every field of `EngineConfig` but the model."""
+
+    revision: str | None
+    hf_overrides: dict[str, Any] | None
+    dtype: Dtype
+    quantization: Quantization
+    device: Device
+    load_format: Literal["auto", "dummy"]
+    max_model_len: int | None
+    block_size: int
+    kv_cache_dtype: KVCacheDtype
+    kv_cache_layout: KVCacheLayout
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    state_cache_share: float
+    num_gpu_blocks_override: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    distributed_executor_backend: DistributedExecutorBackend
+    decode_context_parallel_size: int
+    enable_expert_parallel: bool
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool
+    max_pinned_blocks: int | None
+    scheduling_policy: SchedulingPolicy
+    attention_backend: AttentionBackendName
+    enforce_eager: bool
+    deterministic: bool
+    native: bool
+    cpu_isa: CpuIsa
+    pipeline_depth: int | None
+    max_logprobs: int
+    logprobs_mode: LogprobsMode
+    generation_config: Literal["auto", "none"]
+    chat_template: str | None
+    skip_tokenizer_init: bool
+    trace: str | None
+    seed: int
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises TypeError for a keyword of `LLM` that is not a setting."""
+    refuse_unknown("LLM has no setting", names, Settings.__annotations__, SETTINGS)

@@ -34,8 +34,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputProcessor, check_params
 from octavo.errors import EngineError, RequestError
 from octavo.grammar.text import check_limits
-from octavo.inputs import Conversation, Prompt, as_conversations, as_prompts
-from octavo.keywords import Settings, check_names
+from octavo.inputs import Conversation, Prompt, Settings, as_conversations, as_prompts, check_names
 from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, Beams, PinOrder, SchedulerStats
 from octavo.metrics import Metric, engine_metrics

@@ -1,26 +1,30 @@
 """`octavo verify` runs a model with a contiguous cache beside the paged one, and compares them bit for bit in every step.
 
-With --schedules, `cli/verify_schedules.py` compares the answers of the model under random schedules instead.
+With --schedules it compares the answers of the model under random schedules instead.
 """
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from octavo.cli.args import MODEL_HELP, add_engine_flags, engine_config
 from octavo.cli.in_out import add_report_flag, check_target, write_report
-from octavo.cli.verify_schedules import MOST_SCHEDULES, run_schedules
+from octavo.config import EngineConfig
 from octavo.report.charts import strip
 from octavo.report.document import Report, Section, paragraph, pictured, table
 from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:
+    from octavo.engine.invariance import Invariance
+    from octavo.engine.schedule_runs import Counts
+    from octavo.engine.schedules import Schedule
     from octavo.engine.verify import Verified
 
 DEFAULT_REQUESTS, DEFAULT_SCHEDULED = 40, 12  # the second: with --schedules, which runs them many times
 LEAST_REQUESTS = 12  # with fewer, a case such as an eviction may not happen (tried with block sizes 1 to 256, both depths, many seeds)
-MOST_REQUESTS = 100_000
+MOST_REQUESTS = MOST_SCHEDULES = 100_000
 CASES = "a prefix hit, a fork, a copy on write, a preemption, an eviction and a beam search"
 EXAMPLES = """examples:
   octavo verify                              the default model
@@ -155,3 +159,66 @@ def verify_report(name: str, facts: Mapping[str, str], results: "Sequence[Verifi
         sections.append(Section(f"The schedule at pipeline depth {result.depth}", [pictured(drawing, SCHEDULE)]))
     verdict = failure or "Verified: paged and contiguous caches agree bit for bit."
     return Report("octavo verify", name, verdict, failure is None, sections, {**facts, "machine": this_machine()})
+
+
+# -- random schedules
+
+EQUAL = "the answers under every schedule have the same bits as alone"
+SCHEDULES_COMPARED = (
+    "Each sample and each beam search ran alone first, with its whole prompt in one step and nothing cached. Then all requests ran under "
+    "random schedules. Every id and every logprob must be the same number."
+)
+LABELS = {
+    "hits": "prompt tokens from the cache", "forks": "sequences forked", "chunks": "parts of prompts", "preemptions": "preemptions",
+    "evictions": "blocks evicted", "together": "rows that read keys together", "moved": "requests moved to another engine",
+    "searches": "beam searches", "steps": "steps",
+}  # fmt: skip
+
+
+def run_schedules(config: EngineConfig, num_schedules: int, num_requests: int, report: str | None, typed: str) -> int:
+    """Returns the exit code: 0 if no value differs, otherwise 1."""
+    from octavo.engine.invariance import Proof
+    from octavo.errors import VerifyError
+    from octavo.loading.resolve import load_model_config, source_of
+
+    source = source_of(config)
+    proof = Proof(config, source, load_model_config(source))
+    print(f"{source.name}: {num_requests} requests and their second turns, each alone ...", file=sys.stderr)
+    proven: Invariance | None = None
+    try:
+        proven = proof.run(num_schedules, num_requests, lambda number, schedule, counts: print(passed_line(number, schedule), flush=True))
+        verdict = proven_text(source.name, proven)
+    except VerifyError as error:
+        verdict = f"NOT VERIFIED: {error}"
+    print(verdict)
+    if report is not None:
+        facts = {"command": typed, "model": source.name, "seed": str(config.seed), "machine": this_machine()}
+        write_report(report, schedules_report(source.name, facts, verdict, proven))
+    return 0 if proven is not None else 1
+
+
+def passed_line(number: int, schedule: "Schedule") -> str:
+    return f"schedule {number}: equal ({schedule})"
+
+
+def proven_text(name: str, proven: "Invariance") -> str:
+    what = f"{name}, {proven.dtype}, {proven.kernels} kernels, cache in {proven.kv_cache_dtype}"
+    compared = f"{proven.requests} requests, {proven.samples} samples, {proven.tokens:,} tokens, {len(proven.schedules)} schedules"
+    counts = [f"{LABELS[name]}: {value:,}" for name, value in _named(proven.total).items()]
+    return f"{what}: {EQUAL}\n{compared}; {', '.join(counts)}"
+
+
+def schedules_report(name: str, facts: dict[str, str], verdict: str, proven: "Invariance | None") -> Report:
+    sections = []
+    if proven is not None:
+        columns = [_named(proven.total), *(_named(counts) for _, counts in proven.schedules)]
+        head = ["", "in all", *(f"schedule {number}" for number in range(1, len(columns)))]
+        lines = [head, *([label, *(f"{column[key]:,}" for column in columns)] for key, label in LABELS.items())]
+        schedules = [paragraph(passed_line(number, schedule)) for number, (schedule, _) in enumerate(proven.schedules, 1)]
+        compared = Section("What was compared", [paragraph(SCHEDULES_COMPARED), table(lines, "what happened")])
+        sections = [compared, Section("Schedules", schedules)]
+    return Report("octavo verify", name, verdict, proven is not None, sections, facts)
+
+
+def _named(counts: "Counts") -> dict[str, int]:
+    return {each.name: getattr(counts, each.name) for each in fields(counts)}

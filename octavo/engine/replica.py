@@ -38,7 +38,7 @@ from octavo.engine.wire import (
     Watch,
 )
 from octavo.errors import OctavoError, RequestError, UnavailableError
-from octavo.inspector.stream import ViewStream
+from octavo.inspector.frames import ViewStream
 from octavo.log import logger
 from octavo.messages import EngineFacts, PinState, RankNumbers, SchedulerStats
 

@@ -1,7 +1,20 @@
-"""A frame of the view: what has changed in an engine since the last one, with token ids. The text side makes lines of it (docs/view.md)."""
+"""A frame of the view: what has changed in an engine since the last one, with token ids. The text side makes lines of it (docs/view.md).
 
+`ViewStream` requests the frames of an engine for one reader, at most ten times a second. After a restart of the engine or a lost
+message, the next frame is full.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from octavo.errors import UnavailableError
+from octavo.log import logger
+
+PERIOD_SECONDS = 0.1
+MOST_NAMES = 1024
+RETRY_SECONDS = 30.0  # an engine that was restarted can be watched
 
 Wanted = Literal["full", "delta", "none"]  # everything, the changes since the last frame, or no more frames
 BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed (1 + its pins), digest, ids so far, since
@@ -47,3 +60,68 @@ class ViewFrame:
     lost: int = 0
     states: StateNumbers | None = None  # if they have changed
     error: str = ""  # why this frame is the last one, and empty
+
+
+class ViewStream:
+    def __init__(self, request: Callable[[Wanted], None]) -> None:
+        """`request` sends what is wanted to the engine, or raises UnavailableError."""
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._wanted: Wanted = "full"
+        self._answer: asyncio.Future[ViewFrame | None] | None = None
+        self.names: dict[str, str] | None = None  # of requests that ended while a client watches
+
+    async def frames(self) -> AsyncGenerator[ViewFrame, None]:
+        """Yields frames forever. Leaving the iteration ends the watch. Raises if the engine can send no more."""
+        self._wanted, self.names = "full", {}
+        try:
+            while True:
+                frame = await self._next()
+                if frame is not None:
+                    yield frame
+                await asyncio.sleep(PERIOD_SECONDS)
+        finally:
+            self.names = None
+            self._say("none")
+
+    def remember(self, request_id: str, name: str) -> None:
+        """Keeps the name of a request that has ended here, because the frame with its end may still arrive."""
+        if self.names is not None and name:
+            self.names[request_id] = name
+            if len(self.names) > MOST_NAMES:
+                del self.names[next(iter(self.names))]
+
+    def name(self, request_id: str) -> str | None:
+        return (self.names or {}).get(request_id)
+
+    def push(self, frame: ViewFrame) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if frame.error:
+            self._answer.set_exception(UnavailableError(frame.error, RETRY_SECONDS))
+        elif frame.full == (self._wanted == "full"):
+            self._wanted = "delta"
+            self._answer.set_result(frame)
+
+    def begin_again(self) -> None:
+        """Requests a full frame next, because the requested one will not arrive."""
+        self._wanted = "full"
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    async def _next(self) -> ViewFrame | None:
+        if not self._say(self._wanted):
+            return None  # another engine may start soon
+        self._answer = self._loop.create_future()
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    def _say(self, wanted: Wanted) -> bool:
+        try:
+            self._request(wanted)
+        except UnavailableError:
+            logger.debug("the view cannot be asked for: the engine cannot be reached")
+            return False
+        return True

@@ -17,7 +17,6 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.reference import attention, fp8, layer, rows, sampling
 from octavo.kernels.reference import delta_net as delta
-from octavo.kernels.reference import mixture as moe
 from octavo.kernels.reference import partial_attention as partial
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # only rules: this module does not import triton
 from octavo.step.logit_edits import LogitEdits
@@ -83,8 +82,8 @@ packed_linear = by_device(layer.packed_linear, "packed.products")
 packed_gate_up = by_device(layer.packed_gate_up, "packed.products")
 unpack = by_device(layer.unpack, "packed.products")
 fp8_linear = by_device(fp8.fp8_linear, "fp8")
-choose_experts = by_device(moe.choose_experts, "moe.route")
-mixture = by_device(moe.mixture, "moe.products")
+choose_experts = by_device(layer.choose_experts, "moe.route")
+mixture = by_device(layer.mixture, "moe.products")
 
 # -- the cache, the rows, and the samples
 

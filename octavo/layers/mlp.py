@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
-from octavo.kernels.gates import Activation
+from octavo.kernels.gates import Activation, Gate
 from octavo.kernels.ops import choose_experts, gate_and_mul, gelu, invariant_mixture, mixture
 from octavo.layers.linear import Linear, MergedLinear, RowParallelLinear
 from octavo.quant.schemes import Packed, QuantScheme
@@ -96,7 +96,7 @@ class Mixture(nn.Module):
         inner: int,
         shared_inner: int,
         routing: Routing,
-        activation: str,
+        activation: Gate,
         bias: bool,
         scheme: QuantScheme,
         dtype: torch.dtype,

@@ -1,15 +1,18 @@
-"""The torch module of every dense decoder. `dense_family.py` defines its options, and each family selects them.
+"""The torch module of every decoder. `dense_family.py` defines its options, and each family selects them. A layer has either mixer.
 
 A decode step of a small batch runs a layer as few fused kernels (`SmallBatch`), and any other step as the layer's modules.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.attention.backend import FewBackend, NewBackend, Rope
+from octavo.attention.delta_net import DeltaNetSpec
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.spec import AttentionSpec
 from octavo.comm.comm import Comm
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.gates import Gate
@@ -29,6 +32,7 @@ from octavo.layers.attention import Attention, build_rope
 from octavo.layers.delta_net import DeltaNet
 from octavo.layers.linear import LayerNorm, Linear, Norm, RMSNorm
 from octavo.layers.mlp import MLP, Mixture, Routing
+from octavo.model_config import RopeConfig
 from octavo.models.decoder import Decoder, Scales
 from octavo.models.dense_family import DenseConfig
 from octavo.models.description import MLPShape, NormShape
@@ -91,9 +95,12 @@ class DenseLayer(nn.Module):
 class ParallelLayer(nn.Module):
     """Attention and the MLP read the same normed input, and both results are added."""
 
-    def __init__(self, config: DenseConfig, layer: int, mixer: Attention, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
+    def __init__(
+        self, config: DenseConfig, layer: int, mixer: Attention | DeltaNet, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+    ) -> None:
         super().__init__()
         shape = config.layers[layer]
+        assert isinstance(mixer, Attention), "a recurrent layer has its sub-layers one after the other"
         assert shape.norms == "before" and shape.residual_scale == 1, "sub-layers in parallel have one norm, before both"
         self.layer, self.comm = layer, comm
         self.attention_norm = build_norm(config, shape.norm, dtype)
@@ -124,16 +131,22 @@ def build_norm(config: DenseConfig, shape: NormShape, dtype: torch.dtype) -> Nor
     return RMSNorm(config.hidden_size, shape.eps, torch.float32 if config.wide_norms else dtype)
 
 
-def build_attention(
-    config: DenseConfig, layer: int, rope: Rope, backend: NewBackend, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
-) -> Attention:
+def build_mixer(
+    config: DenseConfig, layer: int, ropes: Mapping[RopeConfig | None, Rope], backend: NewBackend, scheme: QuantScheme, dtype: torch.dtype,
+    comm: Comm,
+) -> Attention | DeltaNet:  # fmt: skip
+    own = config.layers[layer].mixer
+    if isinstance(own, DeltaNetSpec):
+        return DeltaNet(own, config.hidden_size, scheme, dtype, comm)
+    spec = config.attention(layer)
     bias, norm_dtype = (config.qkv_bias, config.output_bias), torch.float32 if config.wide_norms else dtype
-    return Attention(config.attention(layer), config.hidden_size, bias, config.norm.eps, rope, backend, scheme, dtype, comm, norm_dtype)
+    return Attention(spec, config.hidden_size, bias, config.norm.eps, ropes[spec.rope], backend, scheme, dtype, comm, norm_dtype)
 
 
 def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> MLP | Mixture:
     """Returns the MLP of a layer of this shape, or the MoE."""
     if (experts := shape.experts) is not None:
+        assert shape.activation != "gelu", "experts have a gate"
         routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
         return Mixture(hidden_size, shape.inner, experts.shared_inner, routing, shape.activation, bias, scheme, dtype, comm)
     return MLP(hidden_size, shape.inner, bias, scheme, dtype, comm, shape.activation)
@@ -149,10 +162,10 @@ class DenseModel(Decoder):
         max_len: int,
         scheme: QuantScheme = UNQUANTIZED,
     ) -> None:
-        specs = [config.attention(layer) for layer in range(config.num_layers)]
+        specs = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionSpec)]  # a stage may have none
         ropes = {rope: build_rope(rope, specs[0].rotated, max_len) for rope in {spec.rope for spec in specs}}
         kind = ParallelLayer if config.layers[0].parallel else DenseLayer
-        mixers = [build_attention(config, layer, ropes[spec.rope], backend, scheme, dtype, comm) for layer, spec in enumerate(specs)]
+        mixers = [build_mixer(config, layer, ropes, backend, scheme, dtype, comm) for layer in range(config.num_layers)]
         layers = [kind(config, layer, mixer, scheme, dtype, comm) for layer, mixer in enumerate(mixers)]
         norm = build_norm(config, config.norm, dtype)
         embedding_norm = build_norm(config, config.norm, dtype) if config.normed_embedding else None

@@ -46,7 +46,6 @@ from octavo.models.mixture_family import QWEN_MLP_RULES, gguf_experts, mixture_m
 from octavo.models.row_order import OfGroup, RowOrder, Tiled
 from octavo.models.split import Shared
 
-MODEL = "octavo.models.hybrid:HybridModel"
 LINEAR = "linear_attention"
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "full_attention_interval": 4,

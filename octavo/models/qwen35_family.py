@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 from octavo.model_config import ConfigReader
-from octavo.models.dense_family import DenseConfig, cut, with_defaults
+from octavo.models.dense_family import MODEL, DenseConfig, cut, with_defaults
 from octavo.models.description import MLPShape
 from octavo.models.family import Family, GGUFForm, Rules, Stack
 from octavo.models.hybrid_family import (
-    MODEL,
     Q_GATE,
     RULES,
     describe,

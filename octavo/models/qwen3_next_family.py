@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 from octavo.model_config import ConfigReader
-from octavo.models.dense_family import DenseConfig, cut, with_defaults
+from octavo.models.dense_family import MODEL, DenseConfig, cut, with_defaults
 from octavo.models.description import MLPShape
 from octavo.models.family import Family, GGUFForm, HeldTogether, Rules
 from octavo.models.hybrid_family import (
     DELTA,
-    MODEL,
     Q_GATE,
     QKV,
     RULES,

@@ -10,8 +10,7 @@ from jinja2 import TemplateSyntaxError, nodes
 
 from octavo.errors import ConfigError, LoadError, RequestError, TemplateError
 from octavo.inputs import Message, Prompt, prompt_parts
-from octavo.text.conversation import check_messages
-from octavo.text.message_ends import common_length, message_ends
+from octavo.text.conversation import check_messages, common_length, message_ends
 from octavo.text.reasoning import begun_answer
 from octavo.text.template_sandbox import TemplateSandbox
 from octavo.text.tokenizer import Tokenizer

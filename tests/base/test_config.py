@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import VARIABLES, Debug, EngineConfig, environment, log_level, no_color
 from octavo.errors import ConfigError
-from octavo.keywords import Settings
+from octavo.inputs import Settings
 from octavo.own_file import state_dir
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]

@@ -13,7 +13,7 @@ from octavo.bench.loads import cpu
 from octavo.errors import EngineError, RequestError
 from octavo.messages import AddRequest
 from octavo.outputs import TextDelta
-from octavo.text.message_ends import common_length
+from octavo.text.conversation import common_length
 from tests.support.closing import assert_closing_frees
 from tests.support.story_folder import TEMPLATE
 

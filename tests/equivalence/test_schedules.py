@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.cli.main import main
-from octavo.cli.verify_schedules import LABELS
+from octavo.cli.verify import LABELS
 from octavo.config import EngineConfig
 from octavo.engine.invariance import Proof
 from octavo.engine.schedules import LONGEST, draw_requests

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 BASE = frozenset(
     {"errors", "log", "child", "platforms", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages",
-     "inputs", "outputs", "metrics", "vllm_names", "own_file", "keywords", "layout", "progress", "version"}
+     "inputs", "outputs", "metrics", "vllm_names", "own_file", "layout", "progress", "version"}
 )
 
 # room -> the rooms it may import; a room may always import itself and BASE.

@@ -11,10 +11,9 @@ from octavo.errors import UnavailableError
 from octavo.inspector import history, watcher
 from octavo.inspector import state as client_view
 from octavo.inspector.engine_view import FAILED
-from octavo.inspector.frames import ViewFrame
+from octavo.inspector.frames import ViewFrame, ViewStream
 from octavo.inspector.history import StepLog
 from octavo.inspector.lines import without_text
-from octavo.inspector.stream import ViewStream
 from octavo.messages import Beams, Ending
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence

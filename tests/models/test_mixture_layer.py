@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
-from octavo.kernels.reference.layer import unpack
-from octavo.kernels.reference.mixture import choose_experts, mixture
+from octavo.kernels.reference.layer import choose_experts, mixture, unpack
 from octavo.quant.packed import quantize
 from octavo.quant.schemes import repack
 

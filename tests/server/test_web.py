@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server.web import FOLDER, POLICY, found_files
+from octavo.server.app import FOLDER, POLICY, found_files
 from tests.support.server_process import STAND_IN, Reply, ServerProcess
 
 INDEX = FOLDER / "index.html"
@@ -82,7 +82,7 @@ def _head(server: ServerProcess, path: str) -> bytes:
 
 @pytest.mark.parametrize(
     "path",
-    ["/web/", "/web", "/web/nothing.js", "/web/__init__.py", "/web/../server/web.py", "/web/%2e%2e/server/web.py",
+    ["/web/", "/web", "/web/nothing.js", "/web/__init__.py", "/web/../server/app.py", "/web/%2e%2e/server/app.py",
      "/web/..%2fserver%2fweb.py", "/web//etc/passwd",
      "/web/%2fetc%2fpasswd", "/web/main.js/", "/web/vendor", "/index.html", "/web/main.js%00", "/web/.%5cmain.js"],
 )  # fmt: skip

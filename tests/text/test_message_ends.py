@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.text.message_ends import common_length
+from octavo.text.conversation import common_length
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 from tests.support.fake import FakeEngine, sampling

@@ -8,8 +8,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+from octavo.server.app import FOLDER
 from octavo.server.lesson import SCENES
-from octavo.server.web import FOLDER
 from tests.cli.processes import ROOT
 
 

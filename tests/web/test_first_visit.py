@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server.web import FOLDER
+from octavo.server.app import FOLDER
 from tests.web.chatting import PHONE, STATUS, answers, speaking
 from tests.web.conftest import NO_VIEW, OpenPage, plain_files
 from tests.web.layout import assert_all_can_be_seen

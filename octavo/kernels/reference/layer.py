@@ -1,4 +1,4 @@
-"""All parts of a layer except attention, in plain torch: norm, rotation, gate, and products of small batches or quantised weights.
+"""All parts of a layer except attention, in plain torch: norm, rotation, gate, products of small batches or quantised weights, and MoE.
 
 A GPU kernel fuses several of these steps. Its reference here has the same name and arguments and does them one by one.
 """
@@ -93,7 +93,7 @@ def gate_and_mul(x: Tensor, gate: Gate) -> Tensor:
         return silu_and_mul(x) if gate == "swiglu" else gelu_and_mul(x)
     low, up = x.float().chunk(2, dim=-1)
     low = low.clamp(max=CLAMP)
-    return ((up.clamp(-CLAMP, CLAMP) + 1) * low * torch.sigmoid(ALPHA * low)).to(x.dtype)
+    return ((up.clamp(-CLAMP, CLAMP) + 1) * (low * torch.sigmoid(low * ALPHA))).to(x.dtype)
 
 
 def norm_add(x: Tensor, residual: Tensor, after: Tensor, eps: float, scale: float = 1.0) -> Tensor:
@@ -232,3 +232,71 @@ def pack_words(codes: Tensor, bits: int, span: int) -> Tensor:
         words |= spans[:, :, index].int() << bits * index
     by_thread: Tensor = words.to(torch.int16).unflatten(2, (span // 16, 2, 4, 2)).transpose(2, 4)
     return by_thread.flatten(1)
+
+
+# -- mixtures of experts (MoE): the selection of experts for each token, and the weighted sum of their outputs
+#
+#     x [T, hidden] -> logits [T, count] -> ids, weights [T, chosen]
+#     for each expert:  its tokens -> gate, up -> activation -> down -> times the weight -> added to the tokens' rows
+#
+# A stack contains the matrices of all experts, one below the other. It is a matrix like any other, and may be quantised:
+#
+#     gate_up   [ gate of 0 | up of 0 | gate of 1 | up of 1 | ... ]    count * 2 * inner rows
+#     down      [ down of 0 | down of 1 | ... ]                        count * hidden rows
+#
+# The outputs of experts are added to a token in the order of their numbers, independently of the rest of the batch.
+
+def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each token [T, chosen] int64, the best first, and their weights [T, chosen] float32.
+
+    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum to 1
+    """
+    wide = logits.float()
+    if scores == "chosen":
+        best, ids = wide.topk(chosen, dim=-1)
+        return ids, best.softmax(-1)
+    weights, ids = wide.softmax(-1).topk(chosen, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if normed else weights
+
+
+def mixture(
+    x: Tensor,  # [T, hidden]
+    ids: Tensor,  # [T, chosen]
+    weights: Tensor,  # [T, chosen] float32
+    gate_up: Tensor | DeviceCodes,  # [count * 2 * inner, hidden]
+    down: Tensor | DeviceCodes,  # [count * hidden, inner]
+    biases: tuple[Tensor, Tensor] | None = None,  # [count * 2 * inner] and [count * hidden]
+    activation: Gate = "swiglu",
+    first: int = 0,  # the number of the first expert in the stack; experts that it does not contain add nothing
+) -> Tensor:
+    """Returns the weighted sum of the outputs of each token's experts [T, hidden]."""
+    count = len(down) // x.shape[1]
+    order = ids.flatten().argsort(stable=True)  # indices of all choices, sorted by expert
+    sizes = torch.bincount(ids.flatten(), minlength=first + count)[first : first + count].tolist()
+    start = int((ids < first).sum())
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert, size in enumerate(sizes):
+        if size:
+            places = order[start : start + size]
+            tokens = places // ids.shape[1]
+            given = _expert(x[tokens], expert, count, gate_up, down, biases, activation)
+            out.index_add_(0, tokens, given.float() * weights.flatten()[places].unsqueeze(-1))
+        start += size
+    return out.to(x.dtype)
+
+
+def _expert(
+    x: Tensor, expert: int, count: int, gate_up: Tensor | DeviceCodes, down: Tensor | DeviceCodes,
+    biases: tuple[Tensor, Tensor] | None, activation: Gate,
+) -> Tensor:  # fmt: skip
+    gate_bias, down_bias = (None, None) if biases is None else (bias.chunk(count)[expert] for bias in biases)
+    gated = gate_and_mul(multiply(x, _rows(gate_up, expert, count, x), gate_bias), activation)
+    return multiply(gated, _rows(down, expert, count, x), down_bias)
+
+
+def _rows(stack: Tensor | DeviceCodes, expert: int, count: int, x: Tensor) -> Tensor:
+    """Returns the matrix of one expert, as floats."""
+    size = len(stack) // count
+    if isinstance(stack, Tensor):
+        return stack[expert * size : (expert + 1) * size]
+    return unpack(stack, x.dtype, torch.arange(expert * size, (expert + 1) * size, device=x.device))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.gates import Gate
-from octavo.kernels.reference import mixture as plain
+from octavo.kernels.reference import layer as plain
 from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.moe import products as moe
 from octavo.kernels.triton.moe.route import choose_experts, sort_by_expert

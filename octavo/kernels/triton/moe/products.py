@@ -4,7 +4,7 @@
     more   choices sorted by expert -> gate_up of tiles -> down of tiles -> their sum: a matrix is read once per tile of rows,
            which should be as tall as the expert has rows
 
-A stack contains the matrices of all experts, one below the other (drawn in `kernels/reference/mixture.py`), as floats or packed codes.
+A stack contains the matrices of all experts, one below the other (drawn in `kernels/reference/layer.py`), as floats or packed codes.
 How the work is divided depends on shape and GPU only, and is never tuned at run time.
 """
 
