@@ -32,6 +32,7 @@ from tests.support.families import FAMILIES, family_model
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import stories260k
 from tests.support.native import levels_here
+from tests.support.soaked import rarely
 
 LEVEL = levels_here()[-1]
 
@@ -137,7 +138,7 @@ def noise_of_moved_samples(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # promise: octavo-verify-schedules
-@pytest.mark.parametrize("slip", [damaged_hits, logits_of_many_rows, logprobs_of_many_rows, noise_of_moved_samples])
+@pytest.mark.parametrize("slip", [damaged_hits, logits_of_many_rows, logprobs_of_many_rows, *rarely(noise_of_moved_samples)])
 def test_a_difference_names_the_request_and_where_the_states_part(
     folder: str, slip: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_difference_names_the_request_and_where_the_states_part(
 
 
 # promise: octavo-verify-schedules
+@pytest.mark.soak
 def test_a_beam_search_that_changes_when_it_is_preempted_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     park = BeamGroups.park
 

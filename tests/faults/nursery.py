@@ -15,9 +15,11 @@ import hypothesis.internal.conjecture.engine
 import numpy
 import pytest
 import torch
+import transformers.generation
+import transformers.modeling_utils
 from hypothesis import Phase, settings
 
-IMPORTED = hypothesis, numpy, pytest, torch, _pytest
+IMPORTED = hypothesis, numpy, pytest, torch, transformers, _pytest
 
 
 def child(command: list[str], folder: str, out: str, err: str, seconds: int) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 CONFTEST = TESTS / "conftest.py"
 BARE = """
@@ -75,6 +77,7 @@ def test_a_skip_is_no_failure_outside_ci(tmp_path: Path) -> None:
     assert run.returncode == 0
 
 
+@pytest.mark.soak
 def test_tests_of_a_gpu_are_found_without_the_libraries_of_a_server() -> None:
     files = ("gpu", "equivalence", "engine/test_gpu_ready.py")
     options = ("--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", *(str(TESTS / one) for one in files))

@@ -26,7 +26,7 @@ def said(folder: Path, **settings: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
-        ("Qwen2MoeForCausalLM", {"tensor_parallel_size": 2}),
+        pytest.param("Qwen2MoeForCausalLM", {"tensor_parallel_size": 2}, marks=SOAK),
         ("GptOssForCausalLM", EXPERTS),
         pytest.param("MixtralForCausalLM", {"pipeline_parallel_size": 2}, marks=SOAK),
         pytest.param("GptOssForCausalLM", {"tensor_parallel_size": 2}, marks=SOAK),

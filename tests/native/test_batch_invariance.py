@@ -15,6 +15,7 @@ from tests.support.native import levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, tree_of_rows
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_weights import make_weights
+from tests.support.soaked import pairs
 
 LEVELS = levels_here()
 KINDS = [(F32, 0), (BF16, 0), (F16, 0), (Q8, 16), (Q8, 64), (Q4, 32), (Q4, 128)]
@@ -80,8 +81,7 @@ def check(case: AttentionCase, level: str, some: int = 1) -> None:
             assert np.array_equal(replace(case, cost=ALONE).run(library)[1], results[0])
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "cache"), pairs(LEVELS, list(CACHES)))
 def test_the_attention_of_a_token_does_not_depend_on_the_step(level: str, cache: str) -> None:
     """Chunks, single tokens and shared beginnings; pieces on several threads; windows, caps, sinks, ALiBi and gates."""
     kind = CACHES[cache]

@@ -44,6 +44,7 @@ from tests.support.ray_nodes import (
     three_nodes,
 )
 from tests.support.server_process import ServerProcess
+from tests.support.soaked import rarely
 from tests.support.story_folder import story_folder
 
 pytestmark = NEEDS_RAY
@@ -97,13 +98,12 @@ def gone(holds: Callable[[], object], seconds: float = 20) -> None:
 @pytest.mark.parametrize(
     "split",
     [
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.soak),
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.soak),
+        {"tensor_parallel_size": 2},
+        *rarely({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2}),
     ],
 )
 def test_ranks_on_different_nodes_say_together_what_one_says(split: dict[str, int], cluster: Any, folder: Path) -> None:
-    """Of four ranks on three nodes, stages and the ranks of a stage meet across nodes."""
+    """Of four ranks on three nodes, stages and the ranks of a stage meet across nodes, too."""
     ranks = prod(split.values())
     cpus = os.sched_getaffinity(0)
     with opened(folder) as llm:
@@ -211,6 +211,7 @@ def test_the_log_tells_what_listens_and_what_protects_it() -> None:
 
 
 # promise: distributed-executor-backend
+@pytest.mark.soak
 def test_a_node_that_dies_ends_open_requests_and_the_engine_serves_again_on_another(cluster: Any, folder: Path) -> None:
     config = EngineConfig(
         model=str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=40, max_model_len=320, tensor_parallel_size=2,
@@ -323,7 +324,8 @@ async def quiet_then(llm: AsyncLLM, blow: Any) -> list[list[TextDelta]]:
 
 
 # promise: distributed-executor-backend
-@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_no_stream_is_lost_with_a_node_and_its_engine_serves_again_elsewhere(cluster: Any, endless: str, how: str) -> None:
     """A frozen node is as a machine that vanished: it says nothing, and the cluster does not know it yet."""
     frozen: list[int] = []
@@ -383,8 +385,8 @@ def test_no_client_of_64_sees_nodes_die(cluster: Any, endless: str, processes: s
         print(f"\nstorm of nodes: {told}")
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["engine killed", "engine stopped", "bridge killed"])
+# promise: distributed-executor-backend
+@pytest.mark.parametrize("how", ["engine killed", *rarely("engine stopped", "bridge killed")])
 def test_no_stream_is_lost_when_an_engine_or_its_bridge_dies(cluster: Any, endless: str, how: str) -> None:
     async def main() -> None:
         async with engines_on_ray(endless, TWO) as llm:

@@ -21,6 +21,7 @@ from tests.server.test_view import Watching
 from tests.support.engine_process import engine_process, is_idle, run, tokens, until
 from tests.support.http_server import wait_for
 from tests.support.server_process import ServerProcess
+from tests.support.soaked import rarely
 
 Told = list[tuple[int, int, dict[str, object]]]
 
@@ -48,7 +49,7 @@ async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any,
     return seen
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [*rarely(1), 2])
 def test_a_scene_shows_what_it_says(engines: int, endless: str) -> None:
     scenes = [(number, scene) for number, scene in enumerate(SCENES, 1) if (scene.dies_after is None) == (engines == 1)]
 

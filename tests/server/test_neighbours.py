@@ -10,7 +10,7 @@ from tests.support.open_streams import text
 from tests.support.server_process import ServerProcess
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.soak)])
 def test_servers_start_at_once_on_one_model_folder(endless: str, count: int) -> None:
     env = {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"}
 

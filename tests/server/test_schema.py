@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_no_answer_is_a_failure_of_the_server(http: httpx.Client, method: str, path: str, mode: GenerationMode) -> None:
-    run(http, method, path, mode, 25)
+    run(http, method, path, mode, 10)
 
 
 @pytest.mark.soak

@@ -65,7 +65,8 @@ def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput]
         pytest.param("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4, 1, True, marks=pytest.mark.soak),
         pytest.param("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3, 1, True, marks=pytest.mark.soak),
         pytest.param("Qwen3ForCausalLM", {"layers": 5}, 1, 3, True, marks=pytest.mark.soak),
-        ("Qwen2ForCausalLM", {"tie": True, "window": 20}, 1, 2, False),  # both stages have the matrix of the vocabulary, and one table
+        # both stages have the matrix of the vocabulary, and one table
+        pytest.param("Qwen2ForCausalLM", {"tie": True, "window": 20}, 1, 2, False, marks=pytest.mark.soak),
         ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 2, True),
         ("Qwen2ForCausalLM", {"heads": 2, "kv_heads": 1, "tie": True}, 2, 1, True),  # both ranks have the head of k and v
     ],

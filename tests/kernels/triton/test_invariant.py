@@ -35,7 +35,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.float(), other.float(), atol=2 * TOLERANCE[one.dtype], rtol=TOLERANCE[one.dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "wide", "size"), [(1, 40, 48), (5, 64, 128), (37, 33, 72)])
 def test_a_product_is_near_its_reference(rows: int, wide: int, size: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -46,7 +46,7 @@ def test_a_product_is_near_its_reference(rows: int, wide: int, size: int, dtype:
         assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype, device: str) -> None:
     on_gpu = device == "cuda"
     size, wide, sizes = (4096, 2304, (1, 3, 16, 17, 64, 65, 200, 256, 600, 2048, 2900)) if on_gpu else (96, 40, (1, 3, 17, 70))
@@ -59,7 +59,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype, de
             assert same(invariant_linear(x[-rows:].clone(), weight, added), alone[-rows:]), rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_tile_changes_a_bit(dtype: torch.dtype, device: str) -> None:
     """Rows, columns, steps, warps and stages: the order of the sums is that of the columns in all of them."""
     generator = torch.Generator().manual_seed(2)
@@ -105,7 +105,7 @@ def options(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
 OPTIONS = ["plain", "window", "wide window", "soft cap", "sinks", "ALiBi"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention_is_near_its_reference(name: str, dtype: torch.dtype, device: str, mix: Mix) -> None:
     rows, given = Rows(mix, 16, dtype, device), options(name, device, dtype)
@@ -118,7 +118,7 @@ def test_attention_is_near_its_reference(name: str, dtype: torch.dtype, device: 
         assert error < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_query_does_not_depend_on_chunks_rows_or_the_division_of_the_work(
     name: str, dtype: torch.dtype, device: str, mix: Mix, monkeypatch: pytest.MonkeyPatch
