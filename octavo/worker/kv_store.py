@@ -24,7 +24,6 @@ from octavo.errors import ConfigError
 from octavo.kernels.cache_layout import Layout, empty_cache, view_cache
 from octavo.kernels.ops import copy_blocks
 from octavo.messages import StepPlan
-from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 
@@ -52,10 +51,12 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: tor
 
 
 def _states(specs: list[LayerCacheSpec], num_states: int, device: torch.device) -> Caches:
-    def state(buffer: Buffer) -> Tensor:
-        return torch.zeros(num_states, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
+    def slots(buffer: Buffer) -> Tensor:
+        return torch.empty(num_states, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
 
-    return [{name: state(buffer) for name, buffer in spec.state.items()} for spec in specs]
+    states = [{name: slots(buffer) for name, buffer in spec.state.items()} for spec in specs]
+    clear_first(states)
+    return states
 
 
 def _fork_rows(caches: Caches, plan: StepPlan) -> None:
@@ -65,11 +66,11 @@ def _fork_rows(caches: Caches, plan: StepPlan) -> None:
             buffer[rows] = buffer[sources]  # indexing copies first, so rows can exchange their contents
 
 
-def clear_null_block(caches: Caches) -> None:
-    """Clears the null block, which tables contain as padding and behind a freed window."""
+def clear_first(caches: Caches) -> None:
+    """Clears what is read and never written: the null block, which tables have as padding and behind a freed window, or the null slot."""
     for cache in caches:
         for buffer in cache.values():
-            buffer[NULL_BLOCK] = 0
+            buffer[0] = 0
 
 
 def poison(caches: Caches, block: int, slots: slice = slice(None)) -> None:
@@ -90,7 +91,7 @@ class PagedStore:
             self._owners = self.caches
         else:
             self.caches, self._owners = _allocate_shared(specs, groups, num_blocks, block_size, device, layout)
-        clear_null_block(self._owners)
+        clear_first(self._owners)
 
     def apply(self, plan: StepPlan) -> None:
         if plan.copies:  # memory that layers share is copied once

@@ -1,4 +1,4 @@
-"""The pool is reserved, not touched: a large one costs nothing until blocks of it are written."""
+"""The pool is reserved, not touched: a large one costs nothing until blocks or state slots of it are written."""
 
 import subprocess
 import sys
@@ -16,10 +16,11 @@ from octavo.worker.kv_store import PagedStore, poison
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-specs = [LayerCacheSpec(layer, {"k": Buffer((8, 128), "bfloat16"), "v": Buffer((8, 128), "bfloat16")}) for layer in range(4)]
+token = {"k": Buffer((8, 128), "bfloat16"), "v": Buffer((8, 128), "bfloat16")}
+specs = [LayerCacheSpec(layer, token, state={"recurrent": Buffer((16, 128, 128), "float32")}) for layer in range(4)]
 before = resident()
-store = PagedStore(specs, num_blocks=4096, block_size=16)
-print(sum(buffer.nbytes for cache in store.caches for buffer in cache.values()) / 2**20, resident() - before)
+store = PagedStore(specs, num_blocks=4096, block_size=16, num_states=256)
+print(sum(buffer.nbytes for cache in store.caches + store.states for buffer in cache.values()) / 2**20, resident() - before)
 for block in range(512):
     poison(store.caches, block)
 print(resident() - before)
@@ -33,5 +34,5 @@ def test_memory_is_taken_when_blocks_are_written_and_not_before() -> None:
     run = subprocess.run([sys.executable, "-c", MEASURED], cwd=ROOT, env=environment({}), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     size, reserved, written, copied = map(float, run.stdout.split())
-    assert size == 1024 and reserved < 32
+    assert size == 2 * 1024 and reserved < 32
     assert 100 < written <= copied < 200, "512 of 4,096 blocks are an eighth"
