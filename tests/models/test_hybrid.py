@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octavo.errors import LoadError
 from octavo.kernels.reference.dequant import dequantize
+from octavo.loading.shape import model_shape
 from octavo.models.decoder import Decoder
 from octavo.quant.fp8 import folded
 from octavo.step.step_tensors import NO_STATE
@@ -148,6 +150,21 @@ def test_a_gguf_file_of_a_hybrid_gives_the_logits_of_its_folder(name: str, old: 
     folder, ids = family_model(tmp_path / "model", HYBRIDS[name], seed=24), prompt(20)
     file = hybrid_gguf(folder, tmp_path / "model.gguf", HYBRIDS[name], old=old)
     assert_near(whole(load(file), ids), whole(load(folder), ids), CLOSE)
+
+
+# promise: family-gguf
+@pytest.mark.parametrize(("name", "further"), [("qwen3.5", 1), ("qwen3.5 moe", 2), *rarely(("qwen3-next", 1))])
+def test_layers_of_a_gguf_file_that_predict_further_tokens_are_left_out(name: str, further: int, tmp_path: Path) -> None:
+    """llama.cpp's converter writes them by default: they are counted in `block_count`, and have the last numbers."""
+    folder, ids = family_model(tmp_path / "model", HYBRIDS[name], seed=26), prompt(20)
+    file = hybrid_gguf(folder, tmp_path / "model.gguf", HYBRIDS[name], further=further)
+    assert_near(whole(load(file), ids), whole(load(folder), ids), CLOSE)
+    without = hybrid_gguf(folder, tmp_path / "without.gguf", HYBRIDS[name])
+    one, other = model_shape(str(file)), model_shape(str(without))
+    assert one.needs("float32") == other.needs("float32") and one.weights == other.weights, "memory is planned without them"
+    alone = hybrid_gguf(folder, tmp_path / "mtp.gguf", HYBRIDS[name], further=further, trunk=False)
+    with pytest.raises(LoadError, match=r"mtp\.gguf: has only layers that predict further tokens"):
+        load(alone)
 
 
 @pytest.mark.parametrize("v_dim", [32, 16])  # whole groups, and halves of them
