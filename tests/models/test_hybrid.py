@@ -59,7 +59,7 @@ def test_a_hybrid_gives_the_logits_of_transformers(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["qwen3.5 moe", *rarely("qwen3.5")])
 def test_the_text_part_of_a_hybrid_with_images_is_found_under_its_prefixes(name: str, tmp_path: Path) -> None:
     """Weights of images, and of layers that predict further tokens, are left out. On the hub, experts are in one tensor."""
-    tiny, ids = with_images(tmp_path / "model", name, seed=22), prompt(9)
+    tiny, ids = with_images(tmp_path / "model", HYBRIDS[name], seed=22), prompt(9)
     ours = whole(load(tmp_path / "model"), ids)
     assert_near(ours, references(tmp_path / "model", tiny, [ids])[0], NEAR)
     weights = load_file(tmp_path / "model" / "model.safetensors")

@@ -57,11 +57,10 @@ SMALLEST = Tiny(
 )  # that the native kernels support
 
 
-def with_images(folder: Path, name: str, seed: int) -> Tiny:
+def with_images(folder: Path, tiny: Tiny, seed: int) -> Tiny:
     """Writes the model as the text part of one of text and images. Returns that."""
     import transformers
 
-    tiny = HYBRIDS[name]
     prefix = tiny.architecture.removesuffix("ForCausalLM")
     images = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": tiny.options["hidden_size"],
