@@ -16,7 +16,7 @@ from octavo.models.decoder import Decoder
 from octavo.quant.fp8 import folded
 from octavo.step.step_tensors import NO_STATE
 from tests.support.families import VOCAB, Tiny, family_model, reference_model
-from tests.support.hybrids import HYBRIDS, Row, Steps, load, opened, with_images
+from tests.support.hybrids import HYBRIDS, Row, Steps, delta_heads, load, opened, with_images
 from tests.support.hybrids_gguf import hybrid_gguf
 from tests.support.soaked import rarely
 
@@ -54,6 +54,13 @@ def test_a_hybrid_gives_the_logits_of_transformers(name: str, tmp_path: Path) ->
     model, prompts = load(folder), [prompt(length, length) for length in LENGTHS]
     for ids, theirs in zip(prompts, references(folder, tiny, prompts), strict=True):
         assert_near(whole(model, ids), theirs, NEAR)
+
+
+def test_a_prompt_of_a_thousand_tokens_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    tiny, ids = HYBRIDS["qwen3.5"], prompt(1000)
+    tiny = replace(tiny, options=tiny.options | delta_heads(4, 4, 16, 256) | {"max_position_embeddings": 1024})
+    folder = family_model(tmp_path / "model", tiny, seed=27)
+    assert_near(Steps(load(folder), max_len=1024).run(Row(0, ids, 0, 1))[0], references(folder, tiny, [ids])[0], NEAR)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5 moe", *rarely("qwen3.5")])
