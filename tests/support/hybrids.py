@@ -1,5 +1,6 @@
 """Tiny models with recurrent layers, of odd shapes, and steps over them with state slots given by hand."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from octavo.step.step_tensors import NO_STATE, StepStates
 from octavo.worker.kv_store import PagedStore
 from tests.support.batches import Pool
 from tests.support.families import Tiny, fill, sizes
+from tests.support.story_folder import story_folder
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
@@ -73,6 +75,15 @@ def with_images(folder: Path, tiny: Tiny, seed: int) -> Tiny:
     fill(model, seed, tiny)
     model.save_pretrained(folder)
     return replace(tiny, architecture=f"{prefix}ForConditionalGeneration")
+
+
+def hybrid_story_folder(folder: Path) -> Path:
+    """The shape of a tiny model, with the tokenizer and the chat template of the stories. It has no weights: they are to be dummies."""
+    story_folder(folder)
+    (folder / "model.safetensors").unlink()
+    config = SMALLEST.options | {"vocab_size": 512, "architectures": [SMALLEST.architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def opened(path: Path) -> tuple[Any, Any]:
