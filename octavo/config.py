@@ -17,6 +17,7 @@ from octavo.vllm_names import SETTINGS, names_explained
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 KVCacheLayout = Literal["auto", "nhd", "hnd"]
+MambaSSMCacheDtype = Literal["auto", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"]
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -59,6 +60,9 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
     state_cache_share: float = _flag(0.2, "share of the KV cache for states of recurrent layers that later prompts continue from")
+    mamba_ssm_cache_dtype: MambaSSMCacheDtype = _flag(
+        "auto", "data type of the states of recurrent layers; auto: float32", "rounding errors of a state would add up with every token"
+    )
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
     tensor_parallel_size: int = _flag(1, "number of processes that split every layer; each has a part of the weights and of the KV cache")
     pipeline_parallel_size: int = _flag(1, "number of stages, each with some of the layers and with --tensor-parallel-size processes")
@@ -192,6 +196,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "quantization": ("auto", "none", "int8", "int4"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8"),
     "kv_cache_layout": ("auto", "nhd", "hnd"),
+    "mamba_ssm_cache_dtype": ("auto", "float32"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),

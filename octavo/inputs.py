@@ -12,6 +12,7 @@ from octavo.config import (
     KVCacheDtype,
     KVCacheLayout,
     LogprobsMode,
+    MambaSSMCacheDtype,
     Quantization,
     SchedulingPolicy,
 )
@@ -100,6 +101,7 @@ class Settings(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     state_cache_share: float
+    mamba_ssm_cache_dtype: MambaSSMCacheDtype
     num_gpu_blocks_override: int | None
     tensor_parallel_size: int
     pipeline_parallel_size: int

@@ -181,15 +181,16 @@ class LLM:
         return self._stream([next(self._ids)], [self.encoder.encode(prompt)], self._spread(sampling_params, 1))
 
     def stream_batch(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Generator[tuple[int, TextDelta], None, None]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        checkpoints: Sequence[list[int]] | None = None,
+    ) -> Generator[tuple[int, TextDelta], None, None]:  # fmt: skip
         """Completes prompts in one batch and yields their texts as they come, each piece with the index of its prompt.
 
-        Leaving the loop early aborts all of them.
+        Leaving the loop early aborts all of them. `checkpoints`: of each prompt, for recurrent models, as in `AddRequest`
         """
         encoded = each_of(self.encoder.encode, as_prompts(prompts))
         ids = [next(self._ids) for _ in encoded]
-        return numbered(ids, self._stream(ids, encoded, self._spread(sampling_params, len(encoded))))
+        return numbered(ids, self._stream(ids, encoded, self._spread(sampling_params, len(encoded)), checkpoints))
 
     def stream_chat(self, messages: Conversation, sampling_params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answers one conversation and yields its text as it comes."""

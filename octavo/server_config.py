@@ -73,7 +73,10 @@ class ServerConfig:
 
 
 # Settings of the engine in the lesson. They are small, so that evictions and preemptions come within a few steps.
-LESSON = {"num_gpu_blocks_override": 33, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 320, "block_size": 16}
+LESSON = {
+    "num_gpu_blocks_override": 33, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 320, "block_size": 16,
+    "state_cache_share": 0.9,  # a state of a recurrent model is as large as many blocks
+}  # fmt: skip
 LESSON_SERVER = {"data_parallel_size": 2, "api_processes": 1}  # one engine dies in the last scene
 SECRETS = frozenset(each.name for each in fields(ServerConfig) if each.metadata["secret"])
 _KEY = re.compile(r"[!-~]{1,512}"), "1 to 512 visible ASCII characters"  # characters that a header carries unchanged

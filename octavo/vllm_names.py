@@ -15,7 +15,6 @@ _NO_MEDIA = "images, audio and video are not supported yet; send text"
 _TEXT_ONLY = "Octavo generates text; there are no embeddings, scores or classes"
 _OWN_TOKENIZER = "the tokenizer in the model's folder is always used; leave it out"
 _NO_OFFLOAD = "nothing is moved to the host's memory: a preempted request is computed again; leave it out"
-_STATES = "states of recurrent layers are always float32, because errors would add up; leave it out"
 _LLGUIDANCE = "grammars are always compiled by llguidance; leave it out"
 _FORM = "use structured_outputs=StructuredOutputsParams(...)"
 _CONSTRAIN = "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
@@ -38,8 +37,7 @@ SETTINGS: Mapping[str, str] = {  # keywords of LLM and EngineArgs
     "kv_offloading_size": _NO_OFFLOAD,
     "kv_transfer_config": _NO_OFFLOAD,
     "preemption_mode": _NO_OFFLOAD,
-    "mamba_ssm_cache_dtype": _STATES,
-    "mamba_cache_dtype": _STATES,
+    "mamba_cache_dtype": "all states of recurrent layers have the type of mamba_ssm_cache_dtype, float32; leave it out",
     "mamba_cache_mode": "states are always kept where later prompts continue, if enable_prefix_caching is on; leave it out",
     "cpu_offload_gb": "weights are not moved to the host's memory; use quantization='int8' or 'int4' to make them smaller",
     "compilation_config": "CUDA graphs need no setting; enforce_eager=True turns them off",

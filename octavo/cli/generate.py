@@ -75,12 +75,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(llm: "LLM", rows: "Sequence[Row]", args: argparse.Namespace) -> "list[Answer]":
-    prompts = [row.encode(llm.encoder, args.chat) for row in rows]
+    keeps_states = llm.stats().state_slots > 0
+    encoded = [row.encode(llm.encoder, args.chat, keeps_states) for row in rows]
+    prompts, ends = [ids for ids, _ in encoded], [checkpoints for _, checkpoints in encoded]
     params = [_params(llm, row, args.chat) for row in rows]
     answers = [Answer(row.given, len(ids), [Sample() for _ in range(one.n)]) for row, ids, one in zip(rows, prompts, params, strict=True)]
     with _writer(args.output, answers) as writer, GenerateProgress(len(rows), _writes_a_file(args.output)) as progress:
         try:
-            with closing(llm.stream_batch(prompts, params)) as deltas:
+            with closing(llm.stream_batch(prompts, params, ends)) as deltas:
                 for index, delta in deltas:
                     answers[index].take(delta)
                     writer.advance()
@@ -134,12 +136,14 @@ class Row:
     given: dict[str, Any]  # {"prompt": ...} or {"messages": ...}
     params: SamplingParams
 
-    def encode(self, encoder: PromptEncoder, as_chat: bool) -> list[int]:
+    def encode(self, encoder: PromptEncoder, as_chat: bool, keeps_states: bool = False) -> tuple[list[int], list[int]]:
+        """Returns the ids of the prompt, and the ends of its messages if it is a chat with a model that keeps states."""
         with named(self.place):
-            if "messages" in self.given:
-                return encoder.encode_chat(self.given["messages"])[1]
-            prompt = self.given["prompt"]
-            return encoder.encode_chat([{"role": "user", "content": prompt}])[1] if as_chat else encoder.encode(prompt)[1]
+            if "prompt" in self.given and not as_chat:
+                return encoder.encode(self.given["prompt"])[1], []
+            messages = self.given["messages"] if "messages" in self.given else [{"role": "user", "content": self.given["prompt"]}]
+            encoded = encoder.encode_chat(messages)
+            return encoded[1], encoder.message_ends(messages, encoded) if keeps_states else []
 
 
 def rows_of_words(words: Sequence[str], flags: Mapping[str, Any]) -> list[Row]:

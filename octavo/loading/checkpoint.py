@@ -243,7 +243,7 @@ class GGUFCheckpoint:
     def _by_hf_name(self) -> dict[str, GGUFTensor]:
         found: dict[str, GGUFTensor] = {}
         unknown = set()
-        for tensor in self._gguf.tensors.values():
+        for tensor in self._model.tensors.values():
             if tensor.kind not in SUPPORTED_KINDS:
                 supported = ", ".join(SUPPORTED_KINDS)
                 raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")

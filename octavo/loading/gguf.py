@@ -286,6 +286,7 @@ class GGUFModel(NamedTuple):
     config: dict[str, Any]
     orders: Mapping[str, RowOrder]  # see `GGUFForm`
     columns: Mapping[str, RowOrder]
+    tensors: dict[str, GGUFTensor]  # of the model: without those of layers that predict further tokens
 
 
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
@@ -324,9 +325,22 @@ def read_gguf_model(
     """`factors`: from `rope_factors`; None: only the header is available"""
     family, form, architecture = gguf_form(metadata, source)
     keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source, factors)
+    of_model = _of_model(tensors, keys)
     config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
     columns = {} if form.columns is None else form.columns(architecture, config)
-    return GGUFModel(family, config, form.orders(architecture, config), columns)
+    return GGUFModel(family, config, form.orders(architecture, config), columns, of_model)
+
+
+def _of_model(tensors: Mapping[str, GGUFTensor], keys: GGUFKeys) -> dict[str, GGUFTensor]:
+    """Returns the tensors without those of layers that predict further tokens. These have the last numbers."""
+    further = range(keys.num_layers(), keys.integer("block_count"))
+    if not further:
+        return dict(tensors)
+    layer_of = {name: Rules.layer(name) for name in tensors if name.startswith("blk.")}
+    found = {name: tensor for name, tensor in tensors.items() if layer_of.get(name) not in further}
+    if layer_of and layer_of.keys().isdisjoint(found):
+        raise LoadError(f"{keys.source}: has only layers that predict further tokens, which are not supported; use the file of the model")
+    return found
 
 
 def config_dict(

@@ -21,7 +21,7 @@ from typing import Any
 from octavo import log
 from octavo.errors import LoadError, OctavoError
 from octavo.loading.files import INDEX, MAX_HEADER_BYTES, parse_header, read_json_object, read_weight_map
-from octavo.loading.gguf import GGUFFile, config_dict, read_gguf
+from octavo.loading.gguf import GGUFFile, read_gguf, read_gguf_model
 from octavo.loading.hub_client import Hub, Listing, RemoteFile, explained, is_transient, is_unreachable, shown_address
 from octavo.loading.names import HubName, choose_gguf, choose_texts, choose_weights
 from octavo.loading.overrides import overridden, read_overridden
@@ -311,9 +311,10 @@ def _gguf_headers(download: Download, file: RemoteFile) -> Headers:
             gguf = _grow(download, file, path)
         except LoadError as error:
             raise LoadError(str(error).replace(str(path), source)) from None
-    tensors = {tensor.name: (tensor.kind, tensor.shape) for tensor in gguf.tensors.values()}
+    model = read_gguf_model(gguf.metadata, gguf.tensors, source)
+    tensors = {tensor.name: (tensor.kind, tensor.shape) for tensor in model.tensors.values()}
     weight_bytes = sum(tensor.num_bytes for tensor in gguf.tensors.values())
-    return Headers(config_dict(gguf.metadata, gguf.tensors, source), tensors, weight_bytes, source)
+    return Headers(model.config, tensors, weight_bytes, source)
 
 
 def _grow(download: Download, file: RemoteFile, path: Path) -> GGUFFile:

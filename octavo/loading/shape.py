@@ -22,6 +22,7 @@ import numpy as np
 from octavo.config import Quantization
 from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
 from octavo.loading.files import INDEX, SINGLE, Entry, read_header, read_json_object, read_weight_map
+from octavo.loading.gguf import read_gguf_model
 from octavo.loading.hub import cached_model, fetch_headers
 from octavo.loading.hub_client import Hub
 from octavo.loading.names import HubName
@@ -338,10 +339,11 @@ def _hub_shape(name: HubName, overrides: dict[str, Any] | None) -> ModelShape:
 
 def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
     if source.kind == "gguf":
-        tensors = source.gguf.tensors.values()
-        kinds = {tensor.name: (tensor.kind, tensor.shape) for tensor in tensors}
+        file = source.gguf
+        used = read_gguf_model(file.metadata, file.tensors, str(source.path)).tensors.values()
+        kinds = {tensor.name: (tensor.kind, tensor.shape) for tensor in used}
         weights = stored_weights(kinds, str(source.path), None, family_of(config).rules)
-        return ModelShape(source.name, config, sum(tensor.num_bytes for tensor in tensors), weights)
+        return ModelShape(source.name, config, sum(tensor.num_bytes for tensor in file.tensors.values()), weights)
     files = _weight_files(source.path)
     stored_bytes = _total_bytes(files)
     if source.quantization is None:

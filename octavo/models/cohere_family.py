@@ -64,7 +64,7 @@ def _gguf(keys: GGUFKeys) -> dict[str, Any]:
     config = gguf_fields(keys, windowed=True, layer_norms=True) | {"logit_scale": keys.number("logit_scale")}
     if keys.prefix == "command-r.":
         return config
-    types = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(keys.integer("block_count"))]
+    types = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(keys.num_layers())]
     return config | {"sliding_window": keys.integer("attention.sliding_window"), "layer_types": types}
 
 

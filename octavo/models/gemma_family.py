@@ -118,7 +118,7 @@ def _gguf_config3(keys: GGUFKeys) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", LOCAL_THETA)}
     return config | capped | {
         "sliding_window": keys.integer("attention.sliding_window", 4096),
-        "layer_types": [SLIDING if (layer + 1) % pattern else FULL for layer in range(keys.integer("block_count"))],
+        "layer_types": [SLIDING if (layer + 1) % pattern else FULL for layer in range(keys.num_layers())],
         "rope_parameters": {FULL: config["rope_parameters"], SLIDING: local},
     }
 
@@ -126,7 +126,7 @@ def _gguf_config3(keys: GGUFKeys) -> dict[str, Any]:
 def _gguf_config(keys: GGUFKeys, largest: int) -> dict[str, Any]:
     config = gguf_fields(keys, windowed=True)
     head_dim = config.get("head_dim") or keys.integer("embedding_length") // config["num_attention_heads"]
-    scalar = keys.integer("embedding_length") // config["num_attention_heads"] if keys.integer("block_count") == largest else head_dim
+    scalar = keys.integer("embedding_length") // config["num_attention_heads"] if keys.num_layers() == largest else head_dim
     return config | {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
 
 

@@ -72,7 +72,7 @@ class GGUFKeys:
         config = {
             "vocab_size": vocab_size,
             "hidden_size": self.integer("embedding_length"),
-            "num_hidden_layers": self.integer("block_count"),
+            "num_hidden_layers": self.num_layers(),
             "max_position_embeddings": self.integer("context_length"),
             "tie_word_embeddings": HEAD not in self.shapes,
             "eos_token_id": [self.token_id(key, vocab_size) for key in ends],
@@ -80,6 +80,13 @@ class GGUFKeys:
         if (bos := "tokenizer.ggml.bos_token_id") in self.metadata:
             config["bos_token_id"] = self.token_id(bos, vocab_size)
         return config
+
+    def num_layers(self) -> int:
+        """Returns the number of layers. Layers that predict further tokens (MTP) are the last ones in the file, and are not among them."""
+        blocks, further = self.integer("block_count"), self.integer("nextn_predict_layers", 0, low=0)
+        if further >= blocks:
+            raise self.fail(f"{self.prefix}nextn_predict_layers", f"less than {self.prefix}block_count {blocks}")
+        return blocks - further
 
     def _vocab_size(self) -> int:
         """Returns the rows of the embedding. The key, which older files lack, must agree."""

@@ -211,8 +211,6 @@ def divided(config: DenseConfig, own: Mapping[str, int], context: int) -> DenseC
 
 
 def gguf_config(keys: GGUFKeys) -> dict[str, Any]:
-    if keys.integer("nextn_predict_layers", 0, low=0):
-        raise keys.fail(f"{keys.prefix}nextn_predict_layers", "0: layers that predict further tokens are not supported")
     experts = keys.integer("expert_count", 0, low=0) > 0
     fields = gguf_fields(keys, head_dim=False, experts=experts)
     heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")

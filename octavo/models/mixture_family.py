@@ -198,7 +198,7 @@ def _dealt(mlp: MLPShape, ranks: int) -> MLPShape:
 
 def gguf_experts(keys: GGUFKeys) -> dict[str, Any]:
     """Returns the keys of a config.json that all MoE models share. Sizes come from the tensors, because older files do not have them."""
-    count, layers = keys.integer("expert_count"), keys.integer("block_count")
+    count, layers = keys.integer("expert_count"), keys.num_layers()
     stacks = [layer for layer in range(layers) if len(keys.shapes.get(f"blk.{layer}.ffn_gate_exps.weight", ())) == 3]
     if not stacks:
         raise keys.fail(f"{keys.prefix}expert_count", "0 in a file without blk.*.ffn_gate_exps.weight, the stack of experts")

@@ -37,7 +37,7 @@ EXPERT = f"{MLP}.experts.*"
 QWEN35_RULES = Rules(
     RULES,
     prefixes={"model.language_model.": "model."},
-    left_out=("model.visual.", "mtp."),
+    left_out=("model.visual.", "mtp.", "model.mtp."),
     stacks=[
         Stack(f"{MLP}.experts.gate_up_proj", (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"), in_rows=True),
         Stack(f"{MLP}.experts.down_proj", (f"{EXPERT}.down_proj",), in_rows=True),

@@ -42,7 +42,7 @@ GROUPED = (
     HeldTogether(f"{DELTA}.in_proj_qkvz", (QKV, Z), gguf="blk.*.ssm_in"),
     HeldTogether(f"{DELTA}.in_proj_ba", (B, A), gguf="blk.*.ssm_ba"),
 )
-NEXT_RULES = Rules(RULES, left_out=("mtp.",), together=[Q_GATE, *GROUPED])
+NEXT_RULES = Rules(RULES, left_out=("mtp.", "model.mtp."), together=[Q_GATE, *GROUPED])
 
 
 def read(reader: ConfigReader, architecture: str) -> DenseConfig:

@@ -4,6 +4,7 @@ A number or layout that would be misread is refused by name. Everything else, su
 is ignored. It uses no torch, because plans use it.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,8 +172,6 @@ class _Table:
         )
 
     def gptq(self) -> QuantConfig:
-        if self.table.get("dynamic"):
-            raise self.fail("dynamic", "the same bits and groups in all modules")
         return QuantConfig(
             method="gptq",
             bits=self.integer("bits", lambda bits: bits in (4, 8), "4, 8"),
@@ -180,8 +179,23 @@ class _Table:
             sym=self.flag("sym", True),
             desc_act=self.flag("desc_act", False),
             stored_minus_one=self.choice("checkpoint_format", ("gptq", "gptq_v2"), default="gptq") == "gptq",
-            modules_to_not_convert=self.names("modules_to_not_convert"),
+            modules_to_not_convert=self.names("modules_to_not_convert") + self.dynamic_exceptions(),
         )
+
+    def dynamic_exceptions(self) -> tuple[str, ...]:
+        """Returns the modules that `dynamic` leaves as floats: {"-:.*attn.*": {}}. Other patterns may only repeat the common settings."""
+        rules = self.value("dynamic", {})
+        if not isinstance(rules, dict):
+            raise self.fail("dynamic", "an object")
+        own = ("bits", "group_size", "sym", "desc_act")
+        for pattern, values in rules.items():
+            known = isinstance(values, dict) and all(key in own and value == self.table.get(key) for key, value in values.items())
+            if not pattern.startswith("-:") and not known:
+                raise LoadError(
+                    f"{self.source}: quantization_config.dynamic has {reprlib.repr(values)} for {pattern[:60]!r}, "
+                    "supported: modules in floats (-:), and the same bits and groups in all others"
+                )
+        return tuple(f"re:{pattern.removeprefix('-:')}" for pattern in rules if pattern.startswith("-:"))
 
     def fp8(self) -> QuantConfig:
         self.choice("fmt", ("e4m3",), default="e4m3")

@@ -4,7 +4,8 @@ The POST is answered when the scene is over. If the client goes away, the scene 
 There are two engines. All scenes play in engine 0; in the last one it is killed, and engine 1 goes on.
 
 SCENES are data. A scene has a caption and a few requests, which the real engine serves in a tiny pool. A prompt is made of texts, each
-cut or repeated to a number of tokens, so that a scene is the same for every model. To add a scene, add it to SCENES.
+cut or repeated to a number of tokens, so that a scene is the same for every model. To add a scene, add it to SCENES. Models with
+recurrent layers have one more, OF_STATES.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ class Part:
     answer: int  # how many tokens
     samples: int = 1
     beams: bool = False  # the samples are the beams of a search
+    checkpoints: tuple[int, ...] = ()  # lengths of its beginnings after which a recurrent model keeps a state
     after: tuple[int, int] | None = None  # it starts when this part (its index) has this many tokens of its answer; None: at once
 
 
@@ -61,6 +63,11 @@ class Lesson:
         self._say = say
         self._playing = asyncio.Lock()
 
+    @property
+    def scenes(self) -> tuple[Scene, ...]:
+        """All that this model can play."""
+        return (*SCENES[:-1], OF_STATES, SCENES[-1]) if self._llm.facts.keeps_states else SCENES
+
     async def play(self, number: int) -> None:
         """Plays the scene with this number, counted from 1. Raises ApiError if another scene does not end."""
         try:
@@ -69,7 +76,7 @@ class Lesson:
         except TimeoutError as error:
             raise ApiError(409, "another scene is being played on this server; wait until it is over", code="lesson_is_playing") from error
         try:
-            scene = SCENES[number - 1]
+            scene = self.scenes[number - 1]
             await self._stage_is_ready(scene)
             await self._llm.reset_prefix_cache()
             await asyncio.sleep(EMPTY_SECONDS)
@@ -88,7 +95,7 @@ class Lesson:
     def _publish(self, number: int, engine: int) -> None:
         """Shows the caption of a scene, and where there are several engines the one to look at from now on."""
         several = {"engine": engine} if len(self._llm.replicas) > 1 else {}
-        self._say(number, len(SCENES), {**SCENES[number - 1].caption, **several})
+        self._say(number, len(self.scenes), {**self.scenes[number - 1].caption, **several})
 
 
 @dataclass(slots=True)
@@ -140,7 +147,7 @@ class _Performance:
     def _request(self, part: Part) -> AddRequest:
         ids = list(chain.from_iterable(self._cut(text, count) for text, count in part.prompt))
         params = SamplingParams(temperature=1.0, seed=7, n=part.samples, max_tokens=part.answer, ignore_eos=True)
-        return AddRequest("", ids, params, beams=Beams(part.samples) if part.beams else None)
+        return AddRequest("", ids, params, beams=Beams(part.samples) if part.beams else None, checkpoints=list(part.checkpoints))
 
     def _cut(self, text: str, count: int) -> list[int]:
         """Returns the first `count` tokens of a text; a text that is too short is repeated."""
@@ -160,12 +167,12 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/lesson")
     async def scenes() -> dict[str, object]:
-        return {"object": "list", "data": [{"scene": number, **scene.caption} for number, scene in enumerate(SCENES, 1)]}
+        return {"object": "list", "data": [{"scene": number, **scene.caption} for number, scene in enumerate(lesson.scenes, 1)]}
 
     @routes.post("/v1/lesson/{scene}")
     async def play(scene: int, request: Request) -> dict[str, object]:
-        if not 1 <= scene <= len(SCENES):
-            raise ApiError(404, f"there is no scene {scene}; they are numbered from 1 to {len(SCENES)}", param="scene")
+        if not 1 <= scene <= len(lesson.scenes):
+            raise ApiError(404, f"there is no scene {scene}; they are numbered from 1 to {len(lesson.scenes)}", param="scene")
         await unless(disconnect(request.receive), lesson.play(scene))
         return {"scene": scene, "status": "over"}
 
@@ -265,4 +272,16 @@ SCENES = (
         frozenset({"admit"}),
         dies_after=14,
     ),
+)
+OF_STATES = Scene(
+    "States of recurrent layers",
+    "Recurrent layers have a state of each sequence, and a prefix is continued only where one was kept. The second request starts from the "
+    "state after 64 tokens. The third shares 48 tokens, where none was kept: it computes them again.",
+    ("states", "cached", "hit"),
+    (
+        Part(((POOL, 64), (CAT, 24)), 6, checkpoints=(64,)),
+        Part(((POOL, 64), (TEA, 20)), 8, after=(0, END)),
+        Part(((POOL, 48), (QUEEN, 20)), 10, after=(1, END)),
+    ),
+    frozenset({"admit", "hit"}),
 )

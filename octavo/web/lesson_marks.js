@@ -13,6 +13,7 @@ const MARKS = {
   copy: ["→", "The arrow goes from the shared block to its copy."],
   preempt: ["C", "This frame marks blocks that a preempted request gave back."],
   evict: ["", "A cross marks a cached block that was evicted: its content is gone."],
+  states: ["", "The line below the pool counts the slots of states. Requests can start from a checkpoint."],
   prefill: ["", "These bars in the timeline are prompt tokens, computed in one step (prefill)."],
   decode: ["", "These bars are answer tokens (decode)."],
 };

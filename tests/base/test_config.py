@@ -30,6 +30,7 @@ BAD: dict[str, list[Any]] = {
     "block_size": [0, 3, 12, 512, None, *NO_INTEGERS],
     "kv_cache_memory_bytes": [0, *NO_INTEGERS],
     "state_cache_share": [-0.1, 0.91, 1, float("nan"), "0.2", True, None],
+    "mamba_ssm_cache_dtype": ["bfloat16", "float16", "", None, 32],
     "gpu_memory_utilization": [0, 0.0, -0.5, 1.01, float("nan"), float("inf"), "0.9", True, None],
     "num_gpu_blocks_override": [0, 1, *NO_INTEGERS],
     "tensor_parallel_size": [0, 2**40, None, *NO_INTEGERS],
@@ -82,6 +83,14 @@ def test_a_device_that_is_not_built_is_refused_with_the_reason() -> None:
     said = "^device must be one of auto, cpu, cuda, got 'mps': Octavo runs on a CPU or an NVIDIA GPU$"
     with pytest.raises(ConfigError, match=said):
         EngineConfig(device="mps")  # type: ignore[arg-type]
+
+
+# promise: mamba-ssm-cache-dtype
+def test_states_of_recurrent_layers_are_float32() -> None:
+    said = "^mamba_ssm_cache_dtype must be one of auto, float32, got 'bfloat16': rounding errors of a state would add up with every token$"
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(mamba_ssm_cache_dtype="bfloat16")  # type: ignore[arg-type]
+    assert EngineConfig(mamba_ssm_cache_dtype="float32").mamba_ssm_cache_dtype == "float32"
 
 
 def test_a_step_must_hold_one_token_of_every_sequence() -> None:

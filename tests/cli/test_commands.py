@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import COMMANDS
+from octavo.engine.core import EngineCore
+from octavo.messages import AddRequest
+from octavo.text.message_ends import common_length
 from tests.cli.processes import FAKE, ROOT, SECONDS, SLOW, environment, octavo, octavo_here
+from tests.support.hybrids import hybrid_story_folder
 from tests.support.story_folder import story_folder
 
 
@@ -130,6 +134,24 @@ def test_a_process_says_of_it_no_more_and_no_less(words: list[str]) -> None:
     run, here = octavo(*words), octavo_here(*words)
     assert run.returncode > 0 and run.stderr.count("octavo") > 0
     assert (run.returncode, run.stdout, run.stderr) == (here.returncode, here.stdout, here.stderr)
+
+
+def test_chats_of_generate_name_the_ends_of_their_messages_to_a_model_that_keeps_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file, added, add = hybrid_story_folder(tmp_path / "model"), tmp_path / "p.jsonl", list[AddRequest](), EngineCore.add
+    system = {"role": "system", "content": "Once upon a time there was a dog. " * 3}
+    chats = [{"messages": [system, {"role": "user", "content": question}]} for question in ("Who?", "Tim?")]
+    file.write_text("\n".join(json.dumps(line) for line in [*chats, {"prompt": "Once"}]))
+    monkeypatch.setattr(EngineCore, "add", lambda core, request: (added.append(request), add(core, request)))
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=fake")
+    settings = ("--load-format", "dummy", "--num-gpu-blocks-override", "90", "--max-num-seqs", "4")
+    output = ("--max-tokens", "2", "--output", str(tmp_path / "out.jsonl"))
+    run = octavo_here("generate", "--model", str(folder), "--file", str(file), *output, *settings)
+    assert run.returncode == 0, run.stderr
+    one, other, plain = added
+    common = common_length(one.prompt_token_ids, other.prompt_token_ids)
+    assert common > 16 and one.checkpoints[0] == other.checkpoints[0] == common and plain.checkpoints == []
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ WAYS: dict[str, list[Way]] = {
     "kv_cache_dtype": [('"int8"', ["--kv-cache-dtype", "int8"], "int8")],
     "kv_cache_layout": [('"hnd"', ["--kv-cache-layout", "hnd"], "hnd")],
     "kv_cache_memory_bytes": [('"512M"', ["--kv-cache-memory-bytes", "512m"], 2**29)],
+    "mamba_ssm_cache_dtype": [('"float32"', ["--mamba-ssm-cache-dtype", "float32"], "float32")],
     "state_cache_share": [("0.5", ["--state-cache-share", "0.5"], 0.5), ("0", ["--state-cache-share=0"], 0.0)],
     "gpu_memory_utilization": [("0.5", ["--gpu-memory-utilization", "0.5"], 0.5), ("1", ["--gpu-memory-utilization=1"], 1.0)],
     "num_gpu_blocks_override": [("1_000", ["--num-gpu-blocks-override", "1000"], 1000)],

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from octavo.messages import AddRequest, Beams
 from octavo.outputs import TextDelta
 from octavo.structured_outputs import StructuredOutputsParams
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
+from tests.support.hybrids import hybrid_story_folder
 
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=1.5)
 
@@ -68,6 +70,26 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
             await until(lambda: is_idle(llm))
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1, 2]
             assert llm.stats.generation_tokens >= 1.8 * counted, "a new engine begins to count at 0"
+
+    run(main())
+
+
+# promise: data-parallel-size
+def test_a_stream_of_a_recurrent_model_goes_on_in_an_engine_without_its_states(tmp_path: Path) -> None:
+    folder = str(hybrid_story_folder(tmp_path / "model"))
+    asked = [ask(list(range(3, 3 + length)), 200, temperature=1.0, n=1 + length % 2) for length in (33, 70, 101)]
+
+    async def main() -> None:
+        serving, settings = Serving(engines=2, max_restarts=100), {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 8}
+        async with engine_process(folder, "", serving, runner="model", num_gpu_blocks_override=400, **settings) as llm:
+            quiet = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in asked))]
+            counted = llm.stats.generation_tokens
+            streams = [asyncio.create_task(read(llm, each)) for each in asked]
+            await until(lambda: llm.stats.generation_tokens > counted + 60)
+            kill(llm, 0)
+            found = await asyncio.gather(*streams)
+            assert [samples(deltas) for deltas in found] == quiet
+            assert any(delta.life.resumed for deltas in found for delta in deltas if delta.life is not None), "no request was moved"
 
     run(main())
 

@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octavo.errors import LoadError
 from octavo.kernels.reference.dequant import dequantize
+from octavo.loading.shape import model_shape
 from octavo.models.decoder import Decoder
 from octavo.quant.fp8 import folded
 from octavo.step.step_tensors import NO_STATE
 from tests.support.families import VOCAB, Tiny, family_model, reference_model
-from tests.support.hybrids import HYBRIDS, Row, Steps, load, opened, with_images
+from tests.support.hybrids import HYBRIDS, Row, Steps, delta_heads, load, opened, with_images
 from tests.support.hybrids_gguf import hybrid_gguf
 from tests.support.soaked import rarely
 
@@ -54,10 +56,17 @@ def test_a_hybrid_gives_the_logits_of_transformers(name: str, tmp_path: Path) ->
         assert_near(whole(model, ids), theirs, NEAR)
 
 
+def test_a_prompt_of_a_thousand_tokens_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    tiny, ids = HYBRIDS["qwen3.5"], prompt(1000)
+    tiny = replace(tiny, options=tiny.options | delta_heads(4, 4, 16, 256) | {"max_position_embeddings": 1024})
+    folder = family_model(tmp_path / "model", tiny, seed=27)
+    assert_near(Steps(load(folder), max_len=1024).run(Row(0, ids, 0, 1))[0], references(folder, tiny, [ids])[0], NEAR)
+
+
 @pytest.mark.parametrize("name", ["qwen3.5 moe", *rarely("qwen3.5")])
 def test_the_text_part_of_a_hybrid_with_images_is_found_under_its_prefixes(name: str, tmp_path: Path) -> None:
     """Weights of images, and of layers that predict further tokens, are left out. On the hub, experts are in one tensor."""
-    tiny, ids = with_images(tmp_path / "model", name, seed=22), prompt(9)
+    tiny, ids = with_images(tmp_path / "model", HYBRIDS[name], seed=22), prompt(9)
     ours = whole(load(tmp_path / "model"), ids)
     assert_near(ours, references(tmp_path / "model", tiny, [ids])[0], NEAR)
     weights = load_file(tmp_path / "model" / "model.safetensors")
@@ -148,6 +157,21 @@ def test_a_gguf_file_of_a_hybrid_gives_the_logits_of_its_folder(name: str, old: 
     folder, ids = family_model(tmp_path / "model", HYBRIDS[name], seed=24), prompt(20)
     file = hybrid_gguf(folder, tmp_path / "model.gguf", HYBRIDS[name], old=old)
     assert_near(whole(load(file), ids), whole(load(folder), ids), CLOSE)
+
+
+# promise: family-gguf
+@pytest.mark.parametrize(("name", "further"), [("qwen3.5", 1), ("qwen3.5 moe", 2), *rarely(("qwen3-next", 1))])
+def test_layers_of_a_gguf_file_that_predict_further_tokens_are_left_out(name: str, further: int, tmp_path: Path) -> None:
+    """llama.cpp's converter writes them by default: they are counted in `block_count`, and have the last numbers."""
+    folder, ids = family_model(tmp_path / "model", HYBRIDS[name], seed=26), prompt(20)
+    file = hybrid_gguf(folder, tmp_path / "model.gguf", HYBRIDS[name], further=further)
+    assert_near(whole(load(file), ids), whole(load(folder), ids), CLOSE)
+    without = hybrid_gguf(folder, tmp_path / "without.gguf", HYBRIDS[name])
+    one, other = model_shape(str(file)), model_shape(str(without))
+    assert one.needs("float32") == other.needs("float32") and one.weights == other.weights, "memory is planned without them"
+    alone = hybrid_gguf(folder, tmp_path / "mtp.gguf", HYBRIDS[name], further=further, trunk=False)
+    with pytest.raises(LoadError, match=r"mtp\.gguf: has only layers that predict further tokens"):
+        load(alone)
 
 
 @pytest.mark.parametrize("v_dim", [32, 16])  # whole groups, and halves of them

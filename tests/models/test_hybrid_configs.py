@@ -85,8 +85,8 @@ def test_a_published_config_of_text_and_images_is_read() -> None:
     assert spec.features == ("partial_rotation", "output_gate") and spec.projections["gate"] == spec.q_size == 4096
     assert (mlp.inner, mlp.experts.count, mlp.experts.chosen, mlp.experts.normed, mlp.experts.shared_inner) == (512, 256, 8, True, 512)
     rules = family_of(config).rules
-    names = ("model.language_model.layers.1.linear_attn.A_log", "model.visual.blocks.0.norm1.bias", "mtp.fc.weight")
-    assert [rules.of_checkpoint(name) for name in names] == ["model.layers.1.linear_attn.A_log", None, None]
+    names = ("model.language_model.layers.1.linear_attn.A_log", "model.visual.blocks.0.norm1.bias", "mtp.fc.weight", "model.mtp.fc.weight")
+    assert [rules.of_checkpoint(name) for name in names] == ["model.layers.1.linear_attn.A_log", None, None, None]
     assert describe(config).num_parameters == pytest.approx(35e9, rel=0.02)
 
 
@@ -198,8 +198,9 @@ def gguf_config(architecture: str = "qwen35", **changes: Any) -> dict[str, Any]:
     return config_dict(metadata, tensors, "m.gguf")
 
 
-def test_metadata_of_a_gguf_file_describe_the_same_layers() -> None:
-    config: Any = read_config(gguf_config(), "m.gguf")
+@pytest.mark.parametrize("further", [{}, {"block_count": 11, "nextn_predict_layers": 3}], ids=["", "further tokens"])
+def test_metadata_of_a_gguf_file_describe_the_same_layers(further: dict[str, Any]) -> None:
+    config: Any = read_config(gguf_config(**further), "m.gguf")
     assert config.layers[0].mixer == DeltaNetSpec(2, 6, 8, 16, 4, 1e-6)
     assert [layer.mixer.kind for layer in config.layers] == (["delta_net"] * 3 + ["attention"]) * 2
     assert (config.attention(3).head_dim, config.attention(3).rotary_dim, config.attention(3).rope.theta) == (32, 8, 1e7)
@@ -208,7 +209,9 @@ def test_metadata_of_a_gguf_file_describe_the_same_layers() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nextn_predict_layers": 1}, "qwen35.nextn_predict_layers must be 0: layers that predict further tokens are not supported, got 1"),
+        ({"nextn_predict_layers": 8}, "qwen35.nextn_predict_layers must be less than qwen35.block_count 8, got 8"),
+        ({"nextn_predict_layers": -1}, "qwen35.nextn_predict_layers must be an integer from 0 to 2147483647, got -1"),
+        ({"nextn_predict_layers": 1.0}, "qwen35.nextn_predict_layers must be an integer from 0"),
         ({"ssm.inner_size": 97}, "qwen35.ssm.inner_size must be a multiple of qwen35.ssm.time_step_rank 6, got 97"),
         ({"ssm.conv_kernel": 0}, "qwen35.ssm.conv_kernel must be an integer from 1"),
     ],

@@ -33,6 +33,8 @@ def test_configs_of_both_methods_are_read() -> None:
     assert read({"quant_method": "gptq", "bits": 8, "group_size": 32}) == QuantConfig("gptq", 8, 32, sym=True, stored_minus_one=True)
     second = {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False}
     assert read(second) == QuantConfig("gptq", 4, 128, desc_act=True)
+    some = read({**GPTQ, "dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": True, "+:.*down.*": {"bits": 4}}})
+    assert some is not None and some.converts("model.layers.0.mlp.up_proj") and not some.converts("model.layers.0.linear_attn.out_proj")
     config = read({**AWQ, "modules_to_not_convert": ["lm_head", "visual"]})
     assert config is not None and config.converts("model.layers.0.mlp.up_proj") and not config.converts("visual.blocks.0.proj")
 
@@ -82,7 +84,10 @@ def test_compressed_tensors_are_read() -> None:
         ({**GPTQ, "sym": "yes"}, "sym is 'yes', supported: true, false"),
         ({**GPTQ, "desc_act": 1}, "desc_act is 1"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', supported: gptq, gptq_v2"),
-        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic is "),
+        ({**GPTQ, "dynamic": [".*down.*"]}, "dynamic is .*supported: an object"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic has {'bits': 8} for '\+:.*down.*', supported: modules in floats"),
+        ({**GPTQ, "dynamic": {".*down.*": {"rotation": None}}}, "dynamic has {'rotation': None} for "),
+        ({**GPTQ, "dynamic": {".*down.*": 4}}, "dynamic has 4 for "),
         ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2', supported: e4m3"),
         ({**FP8, "activation_scheme": 1}, "activation_scheme is 1, supported: dynamic, static"),
         ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\], supported: two numbers"),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from octavo.cli.args import Parser, add_server_flags, server_configs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError
-from octavo.messages import AddRequest
+from octavo.messages import AddRequest, LifeRecord
 from octavo.outputs import TextDelta
 from octavo.server import lesson as lesson_module
 from octavo.server.errors import ApiError
-from octavo.server.lesson import SCENES, Lesson
+from octavo.server.lesson import OF_STATES, SCENES, Lesson
 from octavo.server_config import LESSON, LESSON_SERVER, ServerConfig
 from tests.server.test_view import Watching
 from tests.support.engine_process import engine_process, is_idle, run, tokens, until
 from tests.support.http_server import wait_for
+from tests.support.hybrids import hybrid_story_folder
 from tests.support.server_process import ServerProcess
 from tests.support.soaked import rarely
 
@@ -41,7 +43,7 @@ async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any,
     for watching in begun:
         await watching.wait()
     await lesson.play(number)
-    shows = SCENES[number - 1].shows
+    shows = lesson.scenes[number - 1].shows
     await until(lambda: {event[2] for event in seen} >= shows, f"the scene shows {shows}")
     for watcher in watchers:
         watcher.cancel()
@@ -104,8 +106,33 @@ def test_the_engine_that_dies_changes_no_token_and_the_next_scene_waits_for_it(e
     run(main())
 
 
+# promise: lesson-states
+def test_a_recurrent_model_has_a_scene_about_its_states(tmp_path: Path) -> None:
+    folder = str(hybrid_story_folder(tmp_path / "model"))
+
+    async def main() -> None:
+        serving = Serving(inspector=True, step_seconds=0.01)
+        async with engine_process(folder, "", serving, load_format="dummy", **LESSON) as llm:
+            lives, generate = list[LifeRecord](), llm.generate
+
+            async def listened(request: AddRequest, timeout: float | None = None) -> AsyncGenerator[list[TextDelta], None]:
+                async for news in generate(request, timeout):
+                    lives.extend(delta.life for delta in news if delta.life is not None and delta.finish_reason is not None)
+                    yield news
+
+            llm.generate = listened  # type: ignore[method-assign]
+            lesson = Lesson(llm, lambda *words: None)
+            assert len(lesson.scenes) == len(SCENES) + 1 and lesson.scenes[-2] is OF_STATES and lesson.scenes[-1] is SCENES[-1]
+            events = await _events(llm, lesson, len(SCENES))
+            assert [life.cached_tokens for life in lives] == [0, 64, 0]
+            assert (lives[2].common_tokens, lives[2].hit_reason) == (48, "no_state")
+            assert [event[4] for event in events if event[2] == "hit"] == [64]
+
+    run(main())
+
+
 def test_captions_are_short_and_scenes_fit_the_pool() -> None:
-    for scene in SCENES:
+    for scene in (*SCENES, OF_STATES):
         assert scene.text.endswith(".") and scene.text.count(". ") <= 2 and len(scene.text) <= 250, scene.title
         for part in scene.parts:
             assert sum(count for _, count in part.prompt) + part.answer <= LESSON["max_model_len"]

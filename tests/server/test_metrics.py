@@ -142,11 +142,15 @@ def test_the_family_is_complete_under_any_prefix_and_the_dashboard_names_what_is
     assert GAUGES | {f"{name}_total" for name in COUNTERS} <= names
     assert {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")} <= names
     assert {sample.partition("{")[0] for sample in scraped(StandInLLM(), "vllm:")} == names
+    recurrent = StandInLLM()
+    recurrent.stats = replace(recurrent.stats, state_slots=20)
+    states = {sample.partition("{")[0] for sample in scraped(recurrent)} - names
+    assert states and all(name.startswith("state_") for name in states)
     dashboard = json.loads(DASHBOARD.read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [each["query"] for each in dashboard["templating"]["list"]]
     used = set(re.findall(r"octavo:(\w+)", " ".join(asked)))
-    assert used <= names, "the dashboard asks for what nobody tells"
+    assert states <= used <= names | states, "the dashboard asks for what nobody tells"
     shown = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in used}
     assert {re.sub(r"_total$", "", name) for name in GAUGES | COUNTERS | HISTOGRAMS} <= shown | {"iteration_tokens"}
 

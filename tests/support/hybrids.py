@@ -1,5 +1,6 @@
 """Tiny models with recurrent layers, of odd shapes, and steps over them with state slots given by hand."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from octavo.step.step_tensors import NO_STATE, StepStates
 from octavo.worker.kv_store import PagedStore
 from tests.support.batches import Pool
 from tests.support.families import Tiny, fill, sizes
+from tests.support.story_folder import story_folder
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
 
 
-def _delta(k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int = 4) -> dict[str, int]:
+def delta_heads(k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int = 4) -> dict[str, int]:
     return {
         "linear_num_key_heads": k_heads, "linear_num_value_heads": v_heads, "linear_key_head_dim": k_dim, "linear_value_head_dim": v_dim,
         "linear_conv_kernel_dim": width,
@@ -32,36 +34,37 @@ def _delta(k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int = 4) -
 
 
 HYBRIDS = {
-    "qwen3.5": Tiny("Qwen3_5ForCausalLM", sizes(4, 48, 4, 2, head_dim=32) | _delta(2, 6, 16, 48), "qwen35", less=1.0),
+    "qwen3.5": Tiny("Qwen3_5ForCausalLM", sizes(4, 48, 4, 2, head_dim=32) | delta_heads(2, 6, 16, 48), "qwen35", less=1.0),
     "qwen3.5, tied": Tiny(
         "Qwen3_5ForCausalLM",
-        sizes(3, 40, 3, 1, head_dim=16) | _delta(3, 3, 24, 16, width=2)
+        sizes(3, 40, 3, 1, head_dim=16) | delta_heads(3, 3, 24, 16, width=2)
         | {"layer_types": [FULL, LINEAR, LINEAR], "tie_word_embeddings": True, "attention_bias": True},
         less=1.0,
     ),
-    "qwen3.5 moe": Tiny("Qwen3_5MoeForCausalLM", sizes(4, 48, 4, 1, head_dim=32) | _delta(4, 8, 16, 32) | _EXPERTS, "qwen35moe", less=1.0),
+    "qwen3.5 moe": Tiny(
+        "Qwen3_5MoeForCausalLM", sizes(4, 48, 4, 1, head_dim=32) | delta_heads(4, 8, 16, 32) | _EXPERTS, "qwen35moe", less=1.0
+    ),
     "qwen3-next": Tiny(
-        "Qwen3NextForCausalLM", sizes(4, 48, 4, 2, head_dim=32) | _delta(2, 6, 32, 16) | _EXPERTS, "qwen3next", less=1.0,
+        "Qwen3NextForCausalLM", sizes(4, 48, 4, 2, head_dim=32) | delta_heads(2, 6, 32, 16) | _EXPERTS, "qwen3next", less=1.0,
     ),
     "qwen3-next, some mlps": Tiny(
         "Qwen3NextForCausalLM",
-        sizes(4, 48, 4, 2, head_dim=32) | _delta(1, 4, 64, 16) | _EXPERTS | {"mlp_only_layers": [1], "full_attention_interval": 2},
+        sizes(4, 48, 4, 2, head_dim=32) | delta_heads(1, 4, 64, 16) | _EXPERTS | {"mlp_only_layers": [1], "full_attention_interval": 2},
         less=1.0,
     ),
 }  # fmt: skip
 
 SMALLEST = Tiny(
     "Qwen3_5ForCausalLM",
-    sizes(2, 32, 2, 1, head_dim=16) | _delta(1, 2, 16, 16, width=3) | {"layer_types": [LINEAR, FULL], "max_position_embeddings": 1024},
+    sizes(2, 32, 2, 1, head_dim=16) | delta_heads(1, 2, 16, 16, width=3) | {"layer_types": [LINEAR, FULL], "max_position_embeddings": 1024},
     less=1.0,
 )  # that the native kernels support
 
 
-def with_images(folder: Path, name: str, seed: int) -> Tiny:
+def with_images(folder: Path, tiny: Tiny, seed: int) -> Tiny:
     """Writes the model as the text part of one of text and images. Returns that."""
     import transformers
 
-    tiny = HYBRIDS[name]
     prefix = tiny.architecture.removesuffix("ForCausalLM")
     images = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": tiny.options["hidden_size"],
@@ -72,6 +75,15 @@ def with_images(folder: Path, name: str, seed: int) -> Tiny:
     fill(model, seed, tiny)
     model.save_pretrained(folder)
     return replace(tiny, architecture=f"{prefix}ForConditionalGeneration")
+
+
+def hybrid_story_folder(folder: Path) -> Path:
+    """The shape of a tiny model, with the tokenizer and the chat template of the stories. It has no weights: they are to be dummies."""
+    story_folder(folder)
+    (folder / "model.safetensors").unlink()
+    config = SMALLEST.options | {"vocab_size": 512, "architectures": [SMALLEST.architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def opened(path: Path) -> tuple[Any, Any]:
@@ -107,12 +119,13 @@ class Steps:
 
     model: Decoder
     num_states: int = 12
+    max_len: int = 128
     pool: Pool = field(init=False)
 
     def __post_init__(self) -> None:
         config: Any = self.model.config
         spec = next(layer.mixer for layer in config.layers if layer.mixer.kind == "attention")
-        self.pool = Pool(config.num_layers, spec.num_kv_heads, spec.head_dim)
+        self.pool = Pool(config.num_layers, spec.num_kv_heads, spec.head_dim, max_len=self.max_len)
         self.states = PagedStore(cache_specs(config, "float32"), 1, 1, num_states=self.num_states).states
         for layer, states in enumerate(self.states):
             for buffer in states.values():

@@ -14,8 +14,10 @@ from tests.support.models import write_keys, write_tensor
 DELTA = ".linear_attn."
 
 
-def hybrid_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32", old: bool = False) -> Path:
-    """`old`: the first files of Qwen3-Next, whose projections are as in the folder"""
+def hybrid_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32", old: bool = False, further: int = 0, trunk: bool = True) -> Path:
+    """`old`: the first files of Qwen3-Next, whose projections are as in the folder; `further`: layers that predict further tokens;
+    `trunk`: all other layers, too
+    """
     import gguf
 
     assert tiny.gguf is not None
@@ -23,16 +25,34 @@ def hybrid_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32", old: bo
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == tiny.gguf)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, tiny.gguf)
-    _write_keys(writer, config)
-    for name, weight in _with_stacks(load_file(folder / "model.safetensors")).items():
+    _write_keys(writer, config, further)
+    weights = _with_stacks(load_file(folder / "model.safetensors"))
+    for name, weight in weights.items():
+        if not trunk and ".layers." in name:
+            continue
         for converted, values in _converted(name.replace("language_model.", ""), weight, config, old).items():
             target = names.get_name(converted, try_suffixes=(".weight", ".bias"))
             assert target is not None, converted
             plain = values.dim() == 1 or "conv1d" in name or name.endswith("mlp.gate.weight")
             write_tensor(writer, target, values, "F32" if plain else kind)
+    for layer in range(config["num_hidden_layers"], config["num_hidden_layers"] + further):
+        _write_further(writer, layer, weights, config, names)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
     return path
+
+
+def _write_further(writer: Any, layer: int, weights: dict[str, Tensor], config: dict[str, Any], names: Any) -> None:
+    """A layer with attention, whatever its number, and what joins the hidden state and the embedding of a token."""
+    hidden = config["hidden_size"]
+    last = f".{config['num_hidden_layers'] - 1}."
+    for name, weight in weights.items():
+        if last in name:
+            stem, _, rest = names.get_name(name.replace("language_model.", ""), try_suffixes=(".weight", ".bias")).partition(last)
+            write_tensor(writer, f"{stem}.{layer}.{rest}", torch.randn(weight.shape), "BF16")  # which no test mistakes for others
+    write_tensor(writer, f"blk.{layer}.nextn.eh_proj.weight", torch.randn(hidden, 2 * hidden), "BF16")
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        write_tensor(writer, f"blk.{layer}.nextn.{norm}.weight", torch.randn(hidden), "F32")
 
 
 def _with_stacks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,8 +102,11 @@ def _tiled(rows: Tensor, k_heads: int, times: int) -> Tensor:
     return torch.stack([heads[:, time] for time in range(times)]).reshape(rows.shape)
 
 
-def _write_keys(writer: Any, config: dict[str, Any]) -> None:
-    write_keys(writer, config | {"intermediate_size": config.get("intermediate_size", 1)})
+def _write_keys(writer: Any, config: dict[str, Any], further: int) -> None:
+    blocks = config["num_hidden_layers"] + further
+    write_keys(writer, config | {"intermediate_size": config.get("intermediate_size", 1), "num_hidden_layers": blocks})
+    if further:
+        writer.add_nextn_predict_layers(further)
     rope = config["rope_parameters"]
     writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
     writer.add_rope_dimension_sections([2, 1, 1, 0])

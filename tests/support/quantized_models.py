@@ -1,12 +1,13 @@
 """Small models in the layouts of AWQ, GPTQ, FP8 and compressed-tensors, and the same models in the floats that those stand for."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.packers import Published, published
@@ -64,6 +65,26 @@ def write_both(folder: Path, kind: Kind) -> tuple[Path, Path]:
         "rms_norm_eps": 1e-5, "tie_word_embeddings": kind.tie, "dtype": "float32", "eos_token_id": 2,
     }  # fmt: skip
     quantized = write_model(folder / "quantized", config | {"quantization_config": kind.config}, codes)
+    return quantized, write_model(folder / "floats", config, floats)
+
+
+def quantise(source: Path, folder: Path, kind: Kind, chosen: str, table: dict[str, Any]) -> tuple[Path, Path]:
+    """The same for a folder of floats: the modules whose names match `chosen` get random codes. `table`: added to `quantization_config`"""
+    codes, floats = dict[str, Tensor](), dict[str, Tensor]()
+    for number, (name, weight) in enumerate(load_file(source / "model.safetensors").items()):
+        module = name.removesuffix(".weight")
+        if weight.dim() != 2 or not re.search(chosen, module):
+            stored, floats[name] = {name: weight}, weight
+        elif kind.method == "fp8":
+            stored, floats[name] = in_fp8(module, weight, kind)
+        else:
+            n, k = weight.shape
+            drawn = published(n, k, kind.group_size, kind.bits, number, symmetric=kind.sym, act_order=kind.act_order)
+            drawn.scales = (drawn.scales * float(weight.std() / drawn.weight().std())).astype(drawn.scales.dtype)
+            stored, floats[name] = _stored(drawn, module, kind), drawn.weight()
+        codes |= stored
+    config = json.loads((source / "config.json").read_text())
+    quantized = write_model(folder / "quantized", config | {"quantization_config": kind.config | table}, codes)
     return quantized, write_model(folder / "floats", config, floats)
 
 

@@ -3,11 +3,13 @@
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 
-from octavo.server.lesson import SCENES
+from octavo.server.lesson import OF_STATES, SCENES, Scene
+from tests.support.hybrids import hybrid_story_folder
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 from tests.web.conftest import OpenPage, address
@@ -48,10 +50,10 @@ def figures(page: Page) -> Locator:
     return page.locator(".pool-figures")
 
 
-def expect_scene(page: Page, number: int) -> None:
+def expect_scene(page: Page, number: int, scenes: tuple[Scene, ...] = SCENES) -> None:
     """One stepper says where we are, beside the caption, and the marks of the scene are explained."""
-    scene = SCENES[number - 1]
-    expect(panel(page).locator(".lesson-count")).to_have_text(f"{number} of {LAST}")
+    scene = scenes[number - 1]
+    expect(panel(page).locator(".lesson-count")).to_have_text(f"{number} of {len(scenes)}")
     expect(panel(page).get_by_role("heading")).to_have_text(scene.title)
     expect(panel(page).locator(".lesson-caption p")).to_have_text(scene.text)
     expect(panel(page).locator(".lesson-marks li")).to_have_count(len(scene.marks))
@@ -100,6 +102,20 @@ def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_pag
     expect(page.get_by_role("button", name="Lesson", exact=True)).to_be_focused()
     expect(figures(page)).to_have_text(IDLE)  # it is live again
     expect(engine).to_have_value("0")
+
+
+# promise: lesson-states
+def test_the_page_shows_the_state_slots_in_the_scene_about_them(open_page: OpenPage, tmp_path: Path) -> None:
+    env = {"OCTAVO_LOG_LEVEL": "ERROR", "OCTAVO_DEBUG": "runner=fake"}
+    folder, flags = str(hybrid_story_folder(tmp_path / "model")), ("--load-format", "dummy", "--lesson", "--lesson-pace", "0.02")
+    with ServerProcess("octavo serve", folder, *flags, env=env) as process:
+        page = open_page(address(process)).page
+        press(page, f"Scene {LAST}: {OF_STATES.title}")
+        expect_scene(page, LAST, (*SCENES[:-1], OF_STATES, SCENES[-1]))
+        expect_over(page)
+        expect(page.locator(".pool-states")).to_have_text(re.compile(r"^State slots \d+ *live [12] *checkpoints [1-9]"))
+        assert_all_can_be_seen(page, "the scene about states")
+        expect_clean(page)
 
 
 def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage, lesson: str) -> None:
