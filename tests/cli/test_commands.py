@@ -12,7 +12,7 @@ import pytest
 from octavo.cli.main import COMMANDS
 from octavo.engine.core import EngineCore
 from octavo.messages import AddRequest
-from octavo.text.message_ends import common_length
+from octavo.text.conversation import common_length
 from tests.cli.processes import FAKE, ROOT, SECONDS, SLOW, environment, octavo, octavo_here
 from tests.support.hybrids import hybrid_story_folder
 from tests.support.story_folder import story_folder
