@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.kernels.reference import mixture, products
+from octavo.kernels.reference import layer, products
 from octavo.loading.packed_modules import PackedModule
 from octavo.loading.shape import model_shape
 from octavo.models.split import Part
@@ -96,7 +96,7 @@ def rounded(folder: Path, quantization: str, patch: pytest.MonkeyPatch) -> list[
     with patch.context() as context:
         context.setattr(PackedModule, "floats", floats)
         context.setattr(schemes, "multiply", multiply)
-        context.setattr(mixture, "multiply", multiply)
+        context.setattr(layer, "multiply", multiply)
         with LLM(str(folder), **SETTINGS, native=False, quantization=quantization) as llm:  # type: ignore[arg-type]
             program: Any = llm._core.executor.program  # type: ignore[attr-defined]
             storages |= {weight.untyped_storage().data_ptr() for name, weight in program.model.named_parameters() if name in in_codes}
