@@ -15,6 +15,7 @@ from octavo.attention.mixer import StepLoad
 from octavo.policy.cache_spec import ITEM_BYTES, Buffer
 
 FLOAT32 = 4
+CHUNK = 64  # tokens that a GPU computes together
 STATES = 4  # of one row at once: the one that was read, the decayed one, its update, and the result
 
 
@@ -35,7 +36,7 @@ class DeltaNetSpec:
 
     @property
     def head_dim(self) -> int:
-        return self.v_dim
+        return max(self.k_dim, self.v_dim)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -88,8 +89,11 @@ class DeltaNetSpec:
 
     @property
     def gpu_token_numbers(self) -> int:
-        """The projections, and the result before and after its norm."""
-        return self.channels + 3 * self.v_size + 2 * self.v_heads
+        """The projections; of the chunks, q, k and v after their convolution, the products of each v head and a number in float32; and
+        the result, before its norm in float32. Floats of 16 bits are assumed."""
+        projected = self.channels + self.v_size + 2 * self.v_heads
+        chunks = self.channels + self.v_heads * (self.k_dim + CHUNK + 2)
+        return projected + chunks + 2 * self.v_size
 
     def gpu_step_bytes(self, rows: int) -> int:
         return 0

@@ -100,7 +100,8 @@ class TritonRegions:
     @staticmethod
     def prepare(batch: ForwardBatch) -> Regions:
         """Computes everything on the device, without synchronising."""
-        count, length = batch.caches[0]["k"].shape[:2]
+        keys = next((cache["k"] for cache in batch.caches if "k" in cache), None)  # None: a stage with recurrent layers only
+        count, length = (1, batch.block_size) if keys is None else keys.shape[:2]
         regions, of_tokens = region_places(batch, count)
         blocks = torch.arange(batch.tables.shape[1], device=batch.slots.device, dtype=regions.dtype)
         return Regions(

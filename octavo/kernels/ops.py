@@ -98,10 +98,10 @@ sample = by_device(sampling.sample, "sampling.sample")
 draw = by_device(sampling.draw, "sampling.draw")
 rank = by_device(sampling.rank, "sampling.rank")
 
-# -- kernels that a GPU does not have yet
+# -- recurrent layers
 
-delta_net = delta.delta_net
-gated_norm = delta.gated_norm
+delta_net = by_device(delta.delta_net, "delta_net.launch")
+gated_norm = by_device(delta.gated_norm, "delta_net.norm")
 
 # -- kernels that exist for a GPU only: a row's bits do not depend on the other rows
 
@@ -125,6 +125,12 @@ def invariant_fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = Non
 def invariant_mixture(x: Tensor, *given: Any) -> Tensor:
     """Takes the arguments of `mixture`."""
     out: Tensor = _triton("moe.products").mixture(x, *given, few=False)
+    return out
+
+
+def invariant_delta_net(qkv: Tensor, *given: Any) -> Tensor:
+    """Takes the arguments of `delta_net`."""
+    out: Tensor = _triton("delta_net.launch").invariant_delta_net(qkv, *given)
     return out
 
 

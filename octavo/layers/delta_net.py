@@ -8,6 +8,8 @@
 It is called as attention is: `mixer(x, cache, batch)`. `cache` has the states of its layer, and `batch.states` the slots of each row.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,8 @@ from octavo.comm.comm import Comm
 from octavo.kernels.ops import delta_net, gated_norm
 from octavo.layers.linear import MergedLinear, RMSNorm, RowParallelLinear
 from octavo.quant.schemes import QuantScheme, empty_parameter
+
+Recurrence = Callable[..., Tensor]  # `delta_net` of `kernels/ops.py`, or a function with its arguments
 
 
 class Convolution(nn.Module):
@@ -37,7 +41,7 @@ class DeltaNet(nn.Module):
         self.decay = empty_parameter(spec.v_heads, dtype=torch.float32)
         self.dt_bias = empty_parameter(spec.v_heads, dtype=torch.float32)
         self.norm = RMSNorm(spec.v_dim, spec.norm_eps, dtype)
-        self.recur = delta_net
+        self.recur: Recurrence = delta_net
         self.output = RowParallelLinear(spec.v_size, hidden_size, False, scheme, dtype, comm)
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:

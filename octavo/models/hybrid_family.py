@@ -141,7 +141,7 @@ def _delta_net(reader: ConfigReader, norm_eps: float) -> DeltaNetSpec:
 
 
 def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription:
-    return replace(dense_family.describe(rules, family, config, mixture_matrices, mixer_parts), captured=False)
+    return dense_family.describe(rules, family, config, mixture_matrices, mixer_parts)
 
 
 def mixer_parts(rules: Rules, config: DenseConfig, layer: int) -> MixerParts:

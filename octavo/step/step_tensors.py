@@ -152,6 +152,7 @@ class StepStates:
 
     read: Tensor  # [P]: the state before an entry's first token; the null slot: there is none before
     write: Tensor  # [P]: receives the state after its last token; NO_STATE for padding
+    start: Tensor  # [P]: tokens that the state before an entry covers
     first_checkpoint: Tensor  # [P+1]
     checkpoints: Tensor  # [K, 2]: the end of the tokens that it covers, as an index of the step's tokens, and its state slot
 
@@ -234,7 +235,7 @@ class StepMemory:
         states = None
         if self._has_states:
             read, write, first_checkpoint = parts[lengths_end:]
-            states = StepStates(read[:size], write[:size], first_checkpoint[: size + 1], self.checkpoints[:checkpoints])
+            states = StepStates(read[:size], write[:size], start[:size], first_checkpoint[: size + 1], self.checkpoints[:checkpoints])
         return StepTensors(
             entries=parts.view(-1),
             query_start=query_start[: size + 1],

@@ -19,6 +19,8 @@ from octavo.errors import ConfigError
 from octavo.kernels import ops
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
+from octavo.kernels.ops import invariant_delta_net
+from octavo.layers.delta_net import DeltaNet
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
@@ -167,6 +169,9 @@ def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: Stored
         load_weights(model, stored.checkpoint)
     if facts.on_device and facts.config.deterministic:
         make_invariant(model)
+        for module in model.modules():
+            if isinstance(module, DeltaNet):
+                module.recur = invariant_delta_net
     return model
 
 

@@ -35,8 +35,8 @@ class Graph:
         """`captured`: tokens of the largest shape."""
         self.vocab_size, self.logits = eager.vocab_size, eager.logits
         self.eager = eager
-        self._most_tokens = max_tokens
-        every = shapes(max_rows, max_tokens, captured, eager.teams is not None)
+        self._most_tokens, self._has_states = max_tokens, eager.has_states
+        every = shapes(max_rows, max_tokens, captured, eager.teams is not None, self._has_states)
         self._decode, self._in_teams = ([shape for shape in every if shape.decodes and shape.in_teams == one] for one in (False, True))
         self._mixed = [shape for shape in every if not shape.decodes]
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Forward]] = {}
@@ -54,7 +54,7 @@ class Graph:
             shapes = self._in_teams if in_teams and entries > FEW else self._decode
             return shapes[bisect_left(shapes, entries, key=lambda shape: shape.entries)]
         fits = (shape for shape in self._mixed if shape.outputs >= outputs and shape.tokens >= tokens)  # it has as many entries
-        return next(fits, Shape(entries, tokens, outputs, in_teams))
+        return next(fits, Shape(entries, tokens, outputs, in_teams, tokens if self._has_states else 0))
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         """Replays the graph of a shape, if there is one. With `whole`, graphs are used only for decode steps."""
@@ -75,7 +75,7 @@ class Graph:
         for shape in shapes:
             self._multiply(shape)  # kernels of libraries: ours may still be compiling
         for shape in shapes:
-            self.eager.run(shape, layers=kinds if shape.decodes else [*kinds, kinds[-1]])  # the last layer of a mixed step differs
+            self.eager.run(shape, layers=kinds if shape.decodes else [*kinds, kinds[0]])  # the last layer of a mixed step differs
         self.eager.run(self._decode[0])
 
     @torch.inference_mode()
@@ -92,7 +92,7 @@ class Graph:
 
     @property
     def _kinds(self) -> list[nn.Module]:
-        """The first layer of each kind: together they call every kernel that any layer calls."""
+        """The first layer of each kind, that of the last layer first: together they call every kernel that any layer calls."""
         model = self.eager.model
         return [model.layers[index] for index in describe(model.config).kinds.values()]
 
@@ -105,8 +105,11 @@ class Graph:
         model.head(memory.new_empty(shape.outputs, model.config.hidden_size), memory[: shape.outputs])
 
 
-def shapes(max_rows: int, max_tokens: int, captured: int, in_teams: bool = False) -> list[Shape]:
-    """Returns the shapes to capture, small ones first within each kind. `in_teams`: also those with shared-prefix groups"""
+def shapes(max_rows: int, max_tokens: int, captured: int, in_teams: bool = False, has_states: bool = False) -> list[Shape]:
+    """Returns the shapes to capture, small ones first within each kind. `in_teams`: also those with shared-prefix groups
+
+    A mixed step of a recurrent model has room for a checkpoint after each token: the kernels read how many there are.
+    """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
     decode = [Shape(size, size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows, max_rows)]
     if in_teams and max_rows > FEW:
@@ -115,4 +118,6 @@ def shapes(max_rows: int, max_tokens: int, captured: int, in_teams: bool = False
     sizes = [tokens for tokens in MIXED_TOKENS if tokens <= min(max_tokens - 1, captured)] + [max_tokens] * (max_tokens <= captured)
     most = [tokens // 2 if tokens <= SMALL and tokens < max_tokens else tokens - 1 for tokens in sizes]
     rows = [min(max_rows, entries) for entries in most]
-    return decode + [Shape(entries, tokens, entries, in_teams) for entries, tokens in zip(rows, sizes) if entries]
+    return decode + [
+        Shape(entries, tokens, entries, in_teams, tokens if has_states else 0) for entries, tokens in zip(rows, sizes) if entries
+    ]

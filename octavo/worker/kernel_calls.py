@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from octavo.attention.delta_net import DeltaNetSpec
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
@@ -21,6 +22,8 @@ from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
+from octavo.kernels.triton.delta_net.launch import SHORT, TILED_ROWS, delta_net
+from octavo.kernels.triton.delta_net.norm import gated_norm
 from octavo.kernels.triton.fp8 import fp8_calls
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
@@ -35,7 +38,7 @@ from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, scale_log
 from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, layer_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.step.logit_edits import HEAD
-from octavo.step.step_tensors import RowLayout, StepMemory
+from octavo.step.step_tensors import RowLayout, StepMemory, StepStates
 from octavo.step.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.worker.kernel_shapes import KernelShapes
 
@@ -85,6 +88,8 @@ class KernelCalls:
         few = (1, 2, GEMV_ROWS) if self.has_small_batches() else ()
         calls += [self.few_rows(rows, spec) for rows in few for spec in attentions]
         calls += [self.few_products(rows) for rows in few]
+        steps = (*((rows, 1) for rows in TILED_ROWS), (2, 2 * SHORT))
+        calls += [self.recur(rows, tokens, spec) for spec in shapes.recurrences for rows, tokens in steps]
         if shapes.experts is not None and self.gate is not None:
             calls += mixture_calls(shapes.experts, model.hidden_size, layer.mlp.inner, self.gate, self.dtype, self.device)
         return [
@@ -102,7 +107,8 @@ class KernelCalls:
     def has_small_batches(self) -> bool:
         """As `SmallBatch` in `models/dense.py`."""
         plain = self.layer.norm.kind == "rms" and not self.layer.parallel and self.gate is not None
-        return plain and few_rows(self.spec.head_dim) > 0 and self.spec.qk_norm != "whole" and not self.spec.alibi
+        attention = self.spec.qk_norm != "whole" and not self.spec.alibi and not self.spec.output_gate
+        return plain and few_rows(self.spec.head_dim) > 0 and attention
 
     def norms_between_products(self) -> list[Call]:
         hidden, norm, times = self.model.hidden_size, self.layer.norm, self.layer.residual_scale
@@ -122,10 +128,12 @@ class KernelCalls:
 
     def between_products(self) -> list[Call]:
         model, inner, gate, calls = self.model, self.layer.mlp.inner, self.gate, list[Call]()
+        experts = self.layer.mlp.experts
+        gated = inner if experts is None else experts.shared_inner
         if gate is None:
             calls.append(lambda: gelu(self.numbers(2, inner)))
-        elif self.shapes.experts is None:
-            calls.append(lambda: gate_and_mul(self.numbers(2, 2 * inner), gate))
+        elif gated:
+            calls.append(lambda: gate_and_mul(self.numbers(2, 2 * gated), gate))
         if model.logit_scale != 1 or model.logit_cap is not None:
             calls.append(lambda: scale_logits(self.numbers(2, model.vocab_size), model.logit_scale, model.logit_cap))
         return calls
@@ -144,6 +152,19 @@ class KernelCalls:
                 sinks=self.sinks(spec), slopes=self.slopes(spec),
                 shares=shares_of(starts, context, cache, None, teams=teams) if in_teams else None,
             )  # fmt: skip
+
+        return call
+
+    def recur(self, rows: int, queries: int, spec: DeltaNetSpec) -> Call:
+        def call() -> None:
+            tokens = rows * queries
+            qkv, z = self.numbers(tokens, spec.channels + spec.v_size).split([spec.channels, spec.v_size], dim=1)
+            weights = self.numbers(spec.channels, spec.conv_width), self.wide(spec.v_heads), self.wide(spec.v_heads)
+            state = self.wide(2, spec.conv_width - 1, spec.channels), self.wide(2, spec.v_heads, spec.k_dim, spec.v_dim)
+            read, write, start, first = (self.words(rows + 1) for _ in range(4))
+            slots = StepStates(read[:rows], write[:rows], start[:rows], first, self.words(tokens, 2))
+            out = delta_net(qkv, self.numbers(tokens, 2 * spec.v_heads), *weights, *state, self.words(rows + 1), slots)
+            gated_norm(out, z.view(out.shape), self.numbers(spec.v_dim), spec.norm_eps)
 
         return call
 
@@ -183,7 +204,8 @@ class KernelCalls:
         layout = RowLayout(2, 4)
         words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2, 2)
         prepare(words, layout, self.size, step)
-        states, hidden = self.numbers(2, self.spec.q_size), self.numbers(2, self.model.hidden_size)
+        last = self.layer.mixer  # of the last layer's kind, which is the first here
+        states, hidden = self.numbers(2, last.v_size if isinstance(last, DeltaNetSpec) else self.spec.q_size), self.hidden(2)
         finish(words, layout, step, self.places(2), states, hidden, self.words(2))
         accept(words, layout, self.words(1, 4), self.words(2))
         copy_words(words.view(-1), words.view(-1), self.places(3).view(1, 3), 1)
@@ -206,8 +228,12 @@ class KernelCalls:
         q = write_kv(self.qkv(tokens), self.norms(), *self.turns(spec), self.words(tokens), self.places(tokens), cache, cache)
         return q, cache, cache
 
+    def hidden(self, rows: int) -> Tensor:
+        return self.numbers(rows, self.model.hidden_size)
+
     def qkv(self, tokens: int) -> Tensor:
-        return self.numbers(tokens, sum(self.spec.projections.values()))
+        """Returns q, k and v, with the gate beside them if there is one."""
+        return self.numbers(tokens, sum(self.spec.projections.values()))[:, : self.spec.q_size + 2 * self.spec.kv_size]
 
     def norms(self) -> tuple[Tensor, Tensor, float] | None:
         q_size, k_size = self.spec.normed
@@ -238,6 +264,9 @@ class KernelCalls:
 
     def numbers(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def wide(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, device=self.device)
 
     def words(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

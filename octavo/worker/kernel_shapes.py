@@ -5,8 +5,9 @@ The process that compiles kernels receives it as JSON (`worker/compile_process.p
 
 from dataclasses import dataclass, is_dataclass, replace
 from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from octavo.attention.delta_net import DeltaNetSpec
 from octavo.attention.mixer import MixerSpec
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.kernel_shapes import ExpertShape, Fp8Shape, PackedShape
@@ -26,14 +27,18 @@ class KernelShapes:
 
     @property
     def layer(self) -> LayerShape:
-        """All layers are like this one, except for windows and rotations."""
+        """All layers are like this one, except for their mixers, which differ in windows and rotations, or are recurrent."""
         return self.model.layers[0]
 
     @property
     def attentions(self) -> list[AttentionSpec]:
         """One of each kind that calls other kernels."""
-        specs = [cast(AttentionSpec, layer.mixer) for layer in self.model.layers]
+        specs = [layer.mixer for layer in self.model.layers if isinstance(layer.mixer, AttentionSpec)]
         return list({(spec.window is None, spec.turned): spec for spec in specs}.values())
+
+    @property
+    def recurrences(self) -> list[DeltaNetSpec]:
+        return [layer.mixer for layer in self.model.layers if isinstance(layer.mixer, DeltaNetSpec)]
 
     @property
     def wide_norms(self) -> bool:
@@ -45,7 +50,8 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
     alike = {replace(mixer, window=None, rope=None) for mixer in mixers}
     others = {replace(layer, mixer=model.layers[0].mixer) for layer in model.kinds}
-    if len(mixers) != len(model.kinds) or len(alike) != 1 or len(others) != 1:
+    known = all(isinstance(layer.mixer, (AttentionSpec, DeltaNetSpec)) for layer in model.kinds)
+    if not known or len(alike) != 1 or len(others) != 1:
         return None
     codes = [(one.matrix, one.codes) for one in kept if one.codes and not one.matrix.name.startswith(EXPERTS)]
     packed = {
@@ -80,7 +86,7 @@ def _table(form: Codes) -> tuple[bool, bool]:
 def from_json(kind: Any, value: Any) -> Any:
     """Returns the value of an annotated type that `asdict` and JSON have taken apart."""
     if kind is MixerSpec:
-        kind = AttentionSpec
+        kind = DeltaNetSpec if "conv_width" in value else AttentionSpec
     if is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return kind(**{name: from_json(hints[name], one) for name, one in value.items()})

@@ -95,7 +95,7 @@ class Eager:
         self.model = model
         self.place = place
         self._sample = sample if model.comm.size == 1 else RankSampling(model.comm, self.vocab_size).sample
-        self.table = table
+        self.table, self.has_states = table, table.layout.has_states
         self._caches = caches
         self._block_size = block_size
         self._spans = [links * block_size for links in table.layout.links]

@@ -11,8 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from octavo.kernels.ops import delta_net
-from octavo.layers.delta_net import DeltaNet
+from octavo.layers.delta_net import DeltaNet, Recurrence
 from octavo.step.shared_keys import AllShared
 from octavo.step.step_tensors import Shape, StepStates, StepTensors
 from octavo.worker.kv_store import KVStore
@@ -56,16 +55,16 @@ class ShadowedAttention:
 
 
 class ShadowedRecurrence:
-    """The recurrence of a layer in torch over the store and over what the shadow keeps, with the comparison in between."""
+    """The recurrence of a layer over the store and over what the shadow keeps, with the comparison in between."""
 
-    def __init__(self, layer: int, shadow: Shadow) -> None:
-        self._layer, self._shadow = layer, shadow
+    def __init__(self, recur: Recurrence, layer: int, shadow: Shadow) -> None:
+        self._recur, self._layer, self._shadow = recur, layer, shadow
 
     def __call__(
         self, qkv: Tensor, gates: Tensor, conv_weight: Tensor, decay: Tensor, dt_bias: Tensor, conv: Tensor, recurrent: Tensor,
         query_start: Tensor, states: StepStates,
     ) -> Tensor:  # fmt: skip
-        over_slots = partial(delta_net, qkv, gates, conv_weight, decay, dt_bias)
+        over_slots = partial(self._recur, qkv, gates, conv_weight, decay, dt_bias)
         if not self._shadow.watches:
             return over_slots(conv, recurrent, query_start, states)
         shadow, layer, read = self._shadow.states, self._layer, {"conv": conv, "recurrent": recurrent}
@@ -123,7 +122,7 @@ def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedPro
     """`eager`: the program inside `program`. Its layers have a `shadowed` backend."""
     recurrent = (module for module in eager.model.modules() if isinstance(module, DeltaNet))
     for module, layer in zip(recurrent, [layer for layer, state in enumerate(shadow.regions.states) if state], strict=True):
-        module.recur = ShadowedRecurrence(layer, shadow)
+        module.recur = ShadowedRecurrence(module.recur, layer, shadow)
     if eager.sharing is not None:
         eager.sharing.share_all()
     all_share = eager.teams is None and eager.place.context.size == 1  # on a device only steps with shared-prefix groups do

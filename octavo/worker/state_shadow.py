@@ -118,7 +118,7 @@ class StateShadow:
         before = [sum(other < entry for other, _, _ in plan.checkpoints) for entry in range(len(states.read) + 1)]
         checkpoints = [(end, 1 + 2 * self._rows + number) for number, end in enumerate(ends)]
         words = [torch.tensor(values, dtype=torch.int32, device=states.read.device) for values in (read, write, before, checkpoints)]
-        return StepStates(words[0], words[1], words[2], words[3].view(-1, 2))
+        return StepStates(words[0], words[1], states.start, words[2], words[3].view(-1, 2))
 
     def compare_read(self, layer: int, states: dict[str, torch.Tensor]) -> None:
         """The slot that each row reads must hold its state. `states`: of this layer, in the engine"""

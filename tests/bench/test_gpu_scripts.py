@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from bench import beam_search, block_sizes, capacity, copies, gpu_budget, gpu_loads, gpu_memory, gpu_ready, gpu_verify
+from bench import beam_search, block_sizes, capacity, copies, gpu_budget, gpu_hybrid, gpu_loads, gpu_memory, gpu_ready, gpu_verify
 from bench.capacity import Lengths, fit
 from bench.gpu_budget import REST, SAMPLING, Event, budget
 from octavo import LLM, BeamSearchParams
 from octavo.bench import loads
 from octavo.config import EngineConfig
 from octavo.loading.shape import ModelShape
-from octavo.models.registry import read_config
+from octavo.models.registry import cache_specs, describe, read_config
 from octavo.sizing.auto import resolved
 from octavo.sizing.memory_plan import GIB, Memory, plan_memory
 from tests.support.story_folder import story_folder
@@ -169,6 +169,25 @@ def test_beam_search_is_timed_beside_transformers_with_the_same_random_weights(
     head, theirs, ours, equal = capsys.readouterr().out.splitlines()
     assert head == "3 prompts of 20 tokens, 8 tokens each, width 4" and theirs.endswith(" 1.00x") and ours.startswith("  octavo, float32")
     assert equal == "  best answers in float32 that are the same: 3 of 3"
+
+
+@pytest.mark.parametrize("shape", gpu_hybrid.MODELS.values(), ids=gpu_hybrid.MODELS)
+def test_the_least_time_of_a_hybrid_counts_its_matrices_and_states(shape: gpu_hybrid.Shape) -> None:
+    config = read_config(shape.config(), "a test")
+    matrices = [one for one in describe(config).matrices if one.layer is not None]
+    assert shape.numbers == sum(one.numbers for one in matrices)
+    assert {spec.state_bytes for spec in cache_specs(config, "bfloat16")} == {0, shape.state_bytes}
+    one_step = gpu_hybrid.least_seconds(shape, [([], 1)], 1)
+    assert one_step * gpu_hybrid.READ == pytest.approx(2 * describe(config).num_parameters, rel=0.15)  # and a state of a row, twice
+
+
+def test_a_script_times_a_hybrid_on_published_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "ERROR")
+    monkeypatch.setitem(loads.GPU, "single", lambda: [([5] * 20, 4)])
+    settings = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 20_000_000, "max_model_len": 256}
+    gpu_hybrid.print_loads("tiny", gpu_hybrid.TINY, ["single"], settings)
+    assert re.match(r"tiny single +[\d,]+ tok/s   rounds \S+ \S+ s, least 0.00 s: +0%", capsys.readouterr().out)
 
 
 def test_costs_of_copies_are_told_with_their_bytes(run: Run) -> None:

@@ -17,8 +17,9 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from tests.support.families import VOCAB, family_model, reference_model
 from tests.support.greedy import compare_with_reference, same_greedy_text
-from tests.support.hybrids import HYBRIDS
+from tests.support.hybrids import HYBRIDS, for_a_gpu
 from tests.support.hybrids_gguf import hybrid_gguf
+from tests.support.places import PLACES, Place, open_engine
 from tests.support.soaked import rarely
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 150)
@@ -56,6 +57,21 @@ def test_a_hybrid_gives_the_tokens_transformers_gives(name: str, native: bool, t
         second = llm.generate(second_turns(first), GREEDY, use_tqdm=False)
     assert [output.num_cached_tokens for output in second] == [(length + 7) // 16 * 16 for length in LENGTHS]
     compare_with_reference(first + second, reference_model(folder, HYBRIDS[name])).accept()
+
+
+# promise: family-folder
+@PLACES
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_gives_them_on_a_gpu_too(name: str, place: Place, tmp_path: Path) -> None:
+    """Steps are padded, and have rows of one token beside prompts; second turns continue from states that were kept."""
+    tiny = HYBRIDS[name] if place == "cpu" else for_a_gpu(HYBRIDS[name])
+    folder = family_model(tmp_path / "model", tiny, seed=37)
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
+    with open_engine(folder, place, check=True, **settings) as llm:
+        first = llm.generate(prompts_of((1, 3, 40, 65, 90)), GREEDY, use_tqdm=False)
+        second = llm.generate(second_turns(first), GREEDY, use_tqdm=False)
+        assert llm.stats().prefix_hits > 0
+    compare_with_reference(first + second, reference_model(folder, tiny)).accept()
 
 
 def said(outputs: list[RequestOutput]) -> list[Any]:

@@ -11,19 +11,20 @@ from octavo.cli.verify import LEAST_REQUESTS, verified_text
 from octavo.engine import schedule_runs
 from octavo.engine.verify import Verified
 from octavo.errors import VerifyError
+from octavo.layers import delta_net as layers
 from octavo.llm import LLM
 from octavo.messages import StepPlan
 from octavo.policy.request import Sequence
 from octavo.policy.state_pool import NULL_STATE, StatePool
 from octavo.policy.states import States
 from octavo.sampling_params import SamplingParams
-from octavo.worker import shadow_program
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.native_layers import NativeAttention
 from tests.equivalence.test_schedules import difference, proof
 from tests.equivalence.test_verify import BOTH, run
 from tests.support.families import family_model
 from tests.support.hybrids import HYBRIDS, SMALLEST
+from tests.support.places import PLACES, Place
 from tests.support.soaked import rarely
 
 Monkey = pytest.MonkeyPatch
@@ -53,6 +54,16 @@ def test_states_agree_at_both_depths(folder: str, depth: int, block_size: int, n
     assert verified.kernels.startswith("native ") == native and verified.compared.rejected == 0
     text = verified_text("model", block_size, [verified])
     assert "\nstate values, bit for bit " in text and f"\nrows begun with a kept state {verified.compared.restored:>19}\n" in text
+
+
+# promise: octavo-verify
+@PLACES
+@pytest.mark.parametrize("depth", [2, *rarely(1)])
+def test_states_of_a_device_agree(folder: str, depth: int, place: Place, monkeypatch: Monkey) -> None:
+    """Steps are padded, and computed once layer by layer and once as an engine does: on a GPU, by replaying graphs."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    verified = proven(folder, depth=depth, block_size=4, native=False, device=place)
+    assert verified.compared.state_values > 100_000 and verified.compared.restored > 5 and verified.compared.cache_values > 10_000
 
 
 @pytest.mark.soak
@@ -155,7 +166,7 @@ def test_a_slip_of_the_kernel_is_caught(folder: str, native: bool, slip: Callabl
 
         monkeypatch.setattr(NativeAttention, "recur", native_slip)
     else:
-        delta_net = shadow_program.delta_net
+        delta_net = layers.delta_net
 
         def torch_slip(*inputs: Any) -> Tensor:
             out = delta_net(*inputs)
@@ -164,7 +175,7 @@ def test_a_slip_of_the_kernel_is_caught(folder: str, native: bool, slip: Callabl
                 slip({"conv": conv, "recurrent": recurrent}, out.flatten(1), states)
             return out
 
-        monkeypatch.setattr(shadow_program, "delta_net", torch_slip)
+        monkeypatch.setattr(layers, "delta_net", torch_slip)
     with pytest.raises(VerifyError, match=SLIPS[slip]):
         run(folder, native, block_size=4, **FEW)
 

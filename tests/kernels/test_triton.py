@@ -83,6 +83,12 @@ def test_the_script_that_checks_and_times_packed_products_runs_through() -> None
 
 
 @pytest.mark.soak
+def test_the_script_that_checks_and_times_gated_delta_net_runs_through() -> None:
+    said = script("gpu_hybrid", "--tiny", "--parts", "states,prompt")
+    assert said.count("   ok   ") == 3 and said.count(" state update, ") == 2 and "rule / products" in said
+
+
+@pytest.mark.soak
 def test_a_stream_of_packed_layers_runs_through() -> None:
     said = script("gpu_stream", "--tiny")
     assert "all agree with their twins" in said and "a layer took" in said
@@ -148,6 +154,14 @@ def test_the_kernels_of_deterministic_compile_without_spilling(capability: str, 
     assert {"multiply_in_order", "invariant_prefill", "invariant_decode", "packed_gemm", "fp8_tiles"} <= {name for _, name, _ in taken}
     products = {units for _, name, units in taken if name == "multiply_in_order"}
     assert products == ({"-", "wgmma"} if capability == "90" else {"-", "mma"})
+
+
+# promise: kernels-gpus-compute
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_kernels_of_recurrent_layers_compile(capability: str, tmp_path: Path) -> None:
+    taken = compiled(tmp_path, f"{capability}:delta_net")
+    assert {name for _, name, _ in taken} == {"recur", "convolve", "within", "across", "norm_and_gate"}
 
 
 @pytest.mark.parametrize("capability", ["90", pytest.param("87", marks=pytest.mark.soak), pytest.param("100", marks=pytest.mark.soak)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM
+from octavo.attention.capabilities import INVARIANT, TRITON
 from octavo.attention.delta_net import DeltaNetSpec
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
@@ -104,7 +105,7 @@ def test_matrices_and_vectors_of_a_recurrent_layer() -> None:
     assert (attention.layer, list(attention.parts.values())) == (3, [64, 32, 32, 64])
     gates = next(one for one in model.matrices if one.name == "delta_gates")
     assert requantised(gates, "int8", "cpu") is None, "they stay floats"
-    assert not model.captured
+    assert model.captured
 
 
 def test_recurrent_layers_belong_to_no_cache_group_and_have_a_state() -> None:
@@ -160,14 +161,24 @@ def test_ranks_that_a_hybrid_cannot_have_are_refused_by_name(changes: dict[str, 
     assert str(error.value) == said
 
 
-def test_gpus_are_refused_by_name() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_both_kinds_of_layers_have_kernels_on_every_device(deterministic: bool) -> None:
     model = describe(read())
     on_cpu = choose_backends(Run(resolved(EngineConfig(), "cpu"), "float32", "cpu"), model)
     assert [(choice.backend.name, len(choice.layers)) for choice in on_cpu] == [("cpu", 6), ("cpu", 2)]
-    for name in ("auto", "triton"):
-        on_gpu = Run(resolved(EngineConfig(attention_backend=name), "cuda"), "bfloat16", "cuda")
-        with pytest.raises(ConfigError, match="layer 0 has a mixer of kind delta_net, which attention backend triton does not compute"):
-            choose_backends(on_gpu, model)
+    config = resolved(EngineConfig(deterministic=deterministic), "cuda")
+    on_gpu = choose_backends(Run(config, "bfloat16", "cuda"), model)
+    backend = INVARIANT if deterministic else TRITON
+    assert [(choice.backend, len(choice.layers)) for choice in on_gpu] == [(backend, 6), (backend, 2)]
+
+
+def test_heads_that_gpu_kernels_lack_are_refused_by_name() -> None:
+    on_gpu = Run(resolved(EngineConfig(), "cuda"), "bfloat16", "cuda")
+    with pytest.raises(ConfigError, match="layer 0 has heads of 512, and attention backend triton has only multiples of 16 up to 256"):
+        choose_backends(on_gpu, describe(read(linear_key_head_dim=512)))
+    flashinfer = Run(resolved(EngineConfig(attention_backend="flashinfer"), "cuda"), "bfloat16", "cuda")
+    with pytest.raises(ConfigError, match="layer 0 has a mixer of kind delta_net, which attention backend flashinfer does not compute"):
+        choose_backends(flashinfer, describe(read()))
 
 
 def test_quantised_weights_are_counted_by_the_modules_whose_rows_they_hold() -> None:

@@ -5,6 +5,7 @@
     attention   prefill and decode of the commonest shape       mixture     of experts, of floats, for one token and for many
     fp8         products with weights of 8-bit floats, for one row and for many
     invariant   the kernels of `deterministic`: products of all sizes, attention of all types
+    delta_net   Gated DeltaNet: decode of few rows and of many, a mixed step, and the kernel of `deterministic`
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
@@ -32,6 +33,8 @@ from octavo.kernels.gates import Gate
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.delta_net.launch import delta_net, invariant_delta_net
+from octavo.kernels.triton.delta_net.norm import gated_norm
 from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invariant_fp8_linear, rule
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
@@ -47,6 +50,7 @@ from octavo.kernels.triton.step.cache import copy_blocks, write_kv
 from octavo.kernels.triton.step.elementwise import gate_and_mul, scale_logits, silu_and_mul
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
 from octavo.step.logit_edits import HEAD
+from octavo.step.step_tensors import StepStates
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -58,6 +62,7 @@ SPILLED = {  # what was quickest on an H200 spills a little
     100: {"prefill": 672},
     121: {"prefill": 80, "nearest": 64, "draw_fallback": 56, "invariant_decode": 32},  # those of float32
 }
+RECURRENT = {"within": 2048, "across": 1536}  # nearly all of it in float32, on every target; never timed
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
 BF16 = {"dtype": torch.bfloat16}
@@ -66,7 +71,7 @@ BF16 = {"dtype": torch.bfloat16}
 def compile_only(target: int) -> list[str]:
     """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
     run, taken = JITFunction.run, []
-    spills, shared = SPILLED.get(target, {}), SHARED_MEMORY[target]
+    spills, shared = RECURRENT | SPILLED.get(target, {}), SHARED_MEMORY[target]
 
     def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as said:
@@ -180,6 +185,19 @@ def compile_invariant() -> None:
         invariant_fp8_linear(torch.empty(rows, SIZE, **BF16), zero_fp8(1024, SIZE, 128, "cpu"))
 
 
+def compile_delta_net(k_dim: int = 128, v_dim: int = 128, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> None:
+    k_heads, v_heads, index = 4, 8, torch.zeros(65, dtype=torch.int32)
+    channels, checkpoints = 2 * k_heads * k_dim + v_heads * v_dim, torch.zeros(4, 2, dtype=torch.int32)
+    states = torch.empty(3, 3, channels), torch.empty(3, v_heads, k_dim, v_dim)
+    for dtype in dtypes:
+        weights = torch.empty(channels, 4, dtype=dtype), torch.empty(v_heads), torch.empty(v_heads)
+        for rows, tokens, kernel in ((1, 1, delta_net), (64, 64, delta_net), (2, 100, delta_net), (2, 100, invariant_delta_net)):
+            qkvz, gates = torch.empty(tokens, channels + v_heads * v_dim, dtype=dtype), torch.empty(tokens, 2 * v_heads, dtype=dtype)
+            slots = StepStates(index[:rows], index[:rows], index[:rows], index[: rows + 1], checkpoints)
+            out = kernel(qkvz[:, :channels], gates, *weights, *states, index[: rows + 1], slots)
+            gated_norm(out, qkvz[:, channels:].view(out.shape), torch.empty(v_dim, dtype=dtype), 1e-6)
+
+
 def compile_sampling() -> None:
     index = torch.zeros(4, dtype=torch.int64)
     logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
@@ -213,6 +231,7 @@ def compile_further() -> None:
     compile_heads(64, 8, 64, 64, window=128, sinks=torch.ones(64))
     compile_heads(8, 4, 256, 256, window=1024)
     compile_heads(32, 32, 96, 96)
+    compile_heads(16, 4, 256, 64)
     compile_heads(8, 4, 256, 0, soft_cap=50.0)
     compile_attention(64, torch.bfloat16, 64, 8, window=128, sinks=torch.ones(64))
     compile_attention(256, torch.bfloat16, 8, 4, window=1024)
@@ -244,6 +263,7 @@ LISTS: dict[str, Callable[[], object]] = {
     "mixture": lambda: [compile_mixture(tokens, 2048, 768, 8) for tokens in (1, 64)],
     "fp8": compile_fp8,
     "invariant": compile_invariant,
+    "delta_net": compile_delta_net,
     "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
 }
 

@@ -61,6 +61,11 @@ SMALLEST = Tiny(
 )  # that the native kernels support
 
 
+def for_a_gpu(tiny: Tiny) -> Tiny:
+    """Returns the model with k heads of a multiple of 16, as kernels of a GPU take them."""
+    return replace(tiny, options=tiny.options | {"linear_key_head_dim": -(-tiny.options["linear_key_head_dim"] // 16) * 16})
+
+
 def with_images(folder: Path, tiny: Tiny, seed: int) -> Tiny:
     """Writes the model as the text part of one of text and images. Returns that."""
     import transformers
@@ -142,8 +147,10 @@ class Steps:
         first = [0]
         for row in rows:
             first.append(first[-1] + len(row.checkpoints))
-        words = [torch.tensor(values, dtype=torch.int32) for values in ([r.read for r in rows], [r.write for r in rows], first)]
-        batch.states = StepStates(*words, torch.tensor(checkpoints, dtype=torch.int32).view(-1, 2))
+        covered = batch.context_len - batch.query_start.diff()
+        read, write = (torch.tensor(slots, dtype=torch.int32) for slots in ([row.read for row in rows], [row.write for row in rows]))
+        words = [torch.tensor(values, dtype=torch.int32) for values in (covered.tolist(), first, checkpoints)]
+        batch.states = StepStates(read, write, words[0], words[1], words[2].view(-1, 2))
         with torch.inference_mode():
             hidden = self.model.sampled(batch)[0] if sampled else self.model(batch)
             logits = self.model.head(hidden).float()

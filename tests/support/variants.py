@@ -13,7 +13,7 @@ import sys
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from triton import knobs
@@ -30,7 +30,7 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig, dense_config
 from octavo.models.description import NormShape
-from octavo.models.registry import build_model, cache_specs, describe
+from octavo.models.registry import build_model, cache_specs, describe, read_config
 from octavo.quant.packed import PackedWeight, quantize
 from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
@@ -63,6 +63,12 @@ BLOOM = {
     "architecture": "BloomForCausalLM", "norm": NormShape(1e-5, "layer", bias=True), "normed_embedding": True, "num_kv_heads": 4,
     "rope": None, "alibi": True, "qk_norm": None, "activation": "gelu", "qkv_bias": True, "output_bias": True, "mlp_bias": True,
 }  # fmt: skip
+QWEN35: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS = [
     (dense_config(QWEN3 | fields), dtype, form)
     for fields, dtype, form in (
@@ -75,7 +81,7 @@ MODELS = [
         (COHERE2, "bfloat16", ""),
         (BLOOM, "bfloat16", ""),
     )
-]
+] + [(cast(DenseConfig, read_config(QWEN35, "a test")), dtype, "") for dtype in ("bfloat16", "float32")]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"top_k": 5, "logprobs": 3, "prompt_logprobs": 2},
@@ -158,9 +164,11 @@ def build_runner(config: DenseConfig, dtype: str, codes: ZeroWeights | None) -> 
     model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH, scheme)  # type: ignore[arg-type]
     if codes:
         load_packed(model, codes)  # type: ignore[arg-type]
-    table = RequestTable(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
-    store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
-    eager = Eager(model, lambda _: TritonBackend, store.caches, table, SIZE, TOKENS)  # type: ignore[arg-type]
+    specs = cache_specs(config, dtype)
+    table = RequestTable(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1, has_states=any(spec.state for spec in specs)), CPU)
+    store = PagedStore(specs, 40, SIZE, CPU, num_states=2)
+    caches = [cache | state for cache, state in zip(store.caches, store.states, strict=True)]
+    eager = Eager(model, lambda _: TritonBackend, caches, table, SIZE, TOKENS)  # type: ignore[arg-type]
     eager.teams = StepTeams(1, ROWS, 16, 8, CPU)
     assert eager.sharing is not None
     eager.sharing.share_all()
@@ -207,6 +215,9 @@ def main(capability: int) -> None:
         runner.warm_up(getattr(torch, dtype))
         warm = set(met)
         for plan in plans():
+            if any(spec.state for spec in cache_specs(config, dtype)):
+                plan.states = [(0, 1)] * len(plan.row)
+                plan.checkpoints = [(entry, 9, 1) for entry, count in enumerate(plan.num_query) if count > 9 and not plan.start[entry]]
             runner.forward(plan)
             runner.sample()
         for word, names in {"missing": warm - ahead, "needless": set() if form else ahead - warm, "late": met - warm}.items():

@@ -16,9 +16,12 @@ class NoProgram:
 
     vocab_size, teams, logits = 0, object(), None
 
+    def __init__(self, has_states: bool) -> None:
+        self.has_states = has_states
 
-def graph(rows: int, tokens: int) -> Graph:
-    return Graph(NoProgram(), rows, tokens, CAPTURED)  # type: ignore[arg-type]
+
+def graph(rows: int, tokens: int, has_states: bool = False) -> Graph:
+    return Graph(NoProgram(has_states), rows, tokens, CAPTURED)  # type: ignore[arg-type]
 
 
 def test_decode_shapes_are_fine_where_steps_are_small() -> None:
@@ -50,6 +53,14 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
         assert not any(one.tokens >= tokens and one.outputs >= outputs for one in shapes(rows, budget, CAPTURED, True) if not one.decodes)
     elif shape.decodes:
         assert shape.in_teams == (in_teams and count > 8)
+
+
+def test_a_mixed_step_of_a_recurrent_model_has_room_for_a_checkpoint_after_each_token() -> None:
+    """However many there are, a step has the shape of one that was captured."""
+    one = graph(8, 3000, has_states=True)
+    assert one.shape_of(3, 200, 3, False) == Shape(8, 256, 8, True, checkpoints=256) and not one.shape_of(3, 3, 3, False).checkpoints
+    assert one.shape_of(3, 2500, 3, False) == Shape(3, 2500, 3, checkpoints=2500)
+    assert all(shape.checkpoints == (0 if shape.decodes else shape.tokens) for shape in shapes(8, 3000, CAPTURED, True, True))
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4, 4), Shape(5, 64, 5)])

@@ -46,6 +46,24 @@ def test_write_kv_writes_the_named_slots_and_no_others(dtype: torch.dtype, heads
         assert_near(got, exact)
 
 
+def test_write_kv_leaves_the_gate_beside_q_k_and_v_alone(device: str) -> None:
+    """Tokens are strided then. Also of a single token, q keeps the stride, by which kernels are compiled."""
+    heads, kv_heads, dim = 3, 2, 16
+    turns = torch.ones(64, 4, device=device)
+    for tokens in (1, 4):
+        results = []
+        for write in (write_kv, plain_attention.write_kv):
+            projected = random(device, torch.float32, tokens, (2 * heads + 2 * kv_heads) * dim)
+            qkv, gate = projected.split([(heads + 2 * kv_heads) * dim, heads * dim], dim=1)
+            caches, before = [torch.zeros(6, 8, kv_heads, dim, device=device) for _ in "kv"], gate.clone()
+            positions = torch.arange(tokens, device=device)
+            q = write(qkv, None, turns, turns / 2, positions, positions + 9, *caches)
+            assert torch.equal(gate, before) and (write is not write_kv or q.stride(0) == projected.stride(0))
+            results.append([q.contiguous(), *caches])
+        for got, exact in zip(*results):
+            assert_near(got, exact)
+
+
 @pytest.mark.parametrize(
     ("rotated", "kind", "wide"), [(8, "heads", True), (0, "heads", False), (12, "whole", True), (0, None, False)], ids=str
 )

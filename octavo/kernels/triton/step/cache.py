@@ -113,7 +113,7 @@ def write(
 
 
 def write_kv(
-    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]; tokens may be strided, as where a gate is beside them
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, of qkv's dtype or float32, eps
     cos: Tensor,  # [max_position, rotated / 2] float32, for the first dimensions of a head; without columns, nothing is rotated
     sin: Tensor,
@@ -127,17 +127,17 @@ def write_kv(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     half = cos.shape[1] or head_dim // 2
     assert head_dim % 2 == 0 and 2 * half <= head_dim, f"head_dim {head_dim}, of which {2 * half} are rotated"
-    assert qkv.is_contiguous() and k_cache.stride() == v_cache.stride() and cos.dtype == torch.float32
+    assert qkv.stride(1) == 1 and k_cache.stride() == v_cache.stride() and cos.dtype == torch.float32
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
     if len(qkv):
         write[(len(qkv), 3)](
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, k_cache, v_cache,
-            STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
+            STRIDE=qkv.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
             TAIL_TILE=triton.next_power_of_2(max(head_dim - 2 * half, 1)), HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)),
             NORM=norms is not None, WHOLE=norms is not None and len(q_weight) > head_dim, TURNED=cos.shape[1] > 0,
             TOGETHER=tokens_together(k_cache), PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
         )  # fmt: skip
-    return qkv.view(len(qkv), -1, head_dim)[:, :heads]
+    return qkv.as_strided((len(qkv), heads, head_dim), (qkv.stride(0), head_dim, 1))  # a view would change the stride of a single token
 
 
 # -- copies of whole blocks, in every layer's buffers at once: one launch for all pairs and all buffers
