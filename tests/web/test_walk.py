@@ -31,6 +31,8 @@ RULES = "Once upon a time there was a little girl named Lily. She loved to play 
 # Those of the frame and the chat, but for what a log and the settings scroll; a phone scrolls from part to part.
 CONTROLS = ":is(.masthead button, .part-chat button, .part-chat textarea):not(.log *, .settings *)"
 PLACES = ".masthead button, .places a"
+ON_PHONE = ((390, 844),)
+SCROLLED = ("phone: timeline", "phone: chat", "phone: block pool")  # the same page as at the stops before, for axe
 GROUND = "getComputedStyle(document.body).backgroundColor"
 LAID_OUT = """() => {
   const box = (selector) => Object.values(document.querySelector(selector).getBoundingClientRect().toJSON());
@@ -119,5 +121,12 @@ def test_at_a_desk_a_newcomer_finds_all_in_sight_and_in_its_place(
 # promise: page-walk, page-phone
 def test_on_a_phone_too(open_page: OpenPage, museum: str) -> None:
     page = open_page(museum, viewport=PHONE, has_touch=True, is_mobile=True).page
-    walk.on_a_phone(page, museum, lambda stop: look_around(page, stop, PLACES, ((390, 844),)), RULES)
+
+    def look(stop: str) -> None:
+        if stop in SCROLLED:
+            assert_all_can_be_seen(page, stop, controls=PLACES, sizes=ON_PHONE)
+        else:
+            look_around(page, stop, PLACES, ON_PHONE)
+
+    walk.on_a_phone(page, museum, look, RULES)
     expect(page.locator(".pool-detail")).to_have_text("Tap a block to read what is in it.")
