@@ -158,6 +158,7 @@ def test_the_table_of_memory_leaves_nothing_out() -> None:
     assert table["kept by torch"][1] == "30" and table["all"] == ["960", "1,010", "1.052"]
 
 
+@pytest.mark.soak
 def test_beam_search_is_timed_beside_transformers_with_the_same_random_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from docs.house import parsed
 from octavo.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def literals() -> tuple[Said, ...]:
     """Every string of octavo/**/*.py that is no docstring, with gaps where values are filled in."""
     found: list[Said] = []
     for path in sorted((ROOT / "octavo").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(parsed(path.read_text())))
         parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
         skipped = parts | {id(text) for text in _docstrings(nodes)}
         for node in nodes:
@@ -62,7 +63,7 @@ def literals() -> tuple[Said, ...]:
 def notes(folder: str) -> Iterator[Said]:
     """Every docstring and comment of a folder of octavo/, in Python and C++."""
     for path in sorted((ROOT / "octavo" / folder).rglob("*.py")):
-        yield from (_said(path, text, str(text.value)) for text in _docstrings(ast.walk(ast.parse(path.read_text()))))
+        yield from (_said(path, text, str(text.value)) for text in _docstrings(ast.walk(parsed(path.read_text()))))
         with path.open("rb") as file:
             comments = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
         yield from (Said(f"{path.relative_to(ROOT).as_posix()}:{token.start[0]}", token.string) for token in comments)

@@ -1,23 +1,17 @@
 """Story models for the engine's tests: real text, 260,000 parameters, open in a moment.
 
-Engine processes are forked from one that has imported their libraries. What is tried is what they do, not how each starts.
+Processes of engines and ranks are forked from one that has imported their libraries. What is tried is what they do, not how each starts.
 """
 
 import pytest
 
-from tests.support.forked import ForkingSubprocess
+from tests.support.forked import fork_children_of
 from tests.support.story_folder import story_folder
-
-try:
-    from octavo.engine import supervisor
-except ModuleNotFoundError:  # a machine with a GPU may lack what a server needs: tests marked gpu do without
-    supervisor = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
-def engines_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    if supervisor is not None:
-        monkeypatch.setattr(supervisor, "subprocess", ForkingSubprocess())
+def engines_and_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_children_of(monkeypatch, "octavo.engine.supervisor", "octavo.worker.host_ranks")
 
 
 @pytest.fixture(scope="session")

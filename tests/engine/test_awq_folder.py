@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from octavo import LLM, RequestOutput, SamplingParams
 from tests.support.greedy import compare_with_reference
@@ -81,6 +80,8 @@ def run(folder: Path, native: bool) -> list[RequestOutput]:
 def test_logits_are_those_of_the_dequantised_weights(
     tie: bool, not_converted: list[str] | None, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     source = tiny_model(tmp_path / "floats", "Qwen3ForCausalLM", seed=5, tie=tie)
     weights = as_autoawq(source, tmp_path / "awq", not_converted)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")

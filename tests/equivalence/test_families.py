@@ -20,7 +20,7 @@ from tests.models.test_family import count_given_back
 from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, for_a_gpu, gemma3_with_images, reference_model
 from tests.support.families_gguf import family_gguf
 from tests.support.greedy import compare_with_reference, same_greedy_text
-from tests.support.places import PLACES, Place, open_engine
+from tests.support.places import Place, open_engine
 from tests.support.soaked import one_in, rarely
 
 FEW, MANY = (5, 24), pytest.param((200, 64), marks=pytest.mark.soak)
@@ -59,8 +59,10 @@ def test_a_family_gives_the_tokens_transformers_gives(name: str, load: tuple[int
 
 
 # promise: family-folder
-@PLACES
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*one_in(2, [(name, "cpu") for name in FAMILIES]), *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in FAMILIES)],
+)
 def test_a_family_gives_them_on_a_gpu_too(name: str, place: Place, tmp_path: Path) -> None:
     tiny = FAMILIES[name] if place == "cpu" else for_a_gpu(FAMILIES[name])
     folder = family_model(tmp_path / "model", tiny, seed=15)

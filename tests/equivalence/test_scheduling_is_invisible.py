@@ -10,6 +10,7 @@ from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.worker import kv_store
 from tests.support.greedy import same_greedy_text
 from tests.support.models import tiny_model
+from tests.support.soaked import rarely
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=4)
 TARGETS = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 50)]
@@ -46,6 +47,12 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+# On a CPU each runner has one of the depths with every change.
+ON_CPU = [("model", 1), ("device", 2), *rarely(("model", 2), ("device", 1))]
+ON_GPU = [pytest.param("gpu", depth, marks=pytest.mark.gpu) for depth in (1, 2)]
+BOTH_DEPTHS = pytest.mark.parametrize(("runner", "depth"), [*ON_CPU, *ON_GPU], indirect=["runner"])
+
+
 def switches(runner: str) -> str:
     return f"runner={'model' if runner == 'gpu' else runner}"
 
@@ -77,13 +84,13 @@ def test_each_among_32(folder: str, alone: list[RequestOutput], depth: int, runn
 
 
 # promise: max-num-batched
-@pytest.mark.parametrize("depth", [1, 2])
+@BOTH_DEPTHS
 def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, rows=8, batched=16, depth=depth) as llm:
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False), runner)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@BOTH_DEPTHS
 def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, depth=depth) as llm:
         llm.generate(TARGETS, PARAMS, use_tqdm=False)
@@ -93,7 +100,7 @@ def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int,
 
 
 # promise: life-record-per
-@pytest.mark.parametrize("depth", [1, 2])
+@BOTH_DEPTHS
 def test_preempted_every_3_steps(
     folder: str, alone: list[RequestOutput], depth: int, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from tests.support.greedy import compare_with_reference
 from tests.support.models import tiny_model
 from tests.support.smollm2 import reference_smollm2
 
-PROMPTS, TOKENS = 200, 64
+TOKENS = 64
 
 
 def random_prompts(count: int, vocab: int, longest: int, seed: int) -> list[list[int]]:
@@ -26,16 +26,17 @@ def greedy(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
 
 
 # promise: family-folder
+@pytest.mark.parametrize("prompts", [32, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_tiny_models_give_the_tokens_transformers_gives(architecture: str, tmp_path: Path) -> None:
+def test_tiny_models_give_the_tokens_transformers_gives(architecture: str, prompts: int, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tiny_model(tmp_path / "model", architecture, seed=1)
     with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_num_seqs=64, num_gpu_blocks_override=500) as llm:
-        outputs = greedy(llm, random_prompts(PROMPTS, 300, 60, seed=2))
+        outputs = greedy(llm, random_prompts(prompts, 300, 60, seed=2))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     comparison = compare_with_reference(outputs, reference)
-    assert comparison.tokens == PROMPTS * TOKENS
+    assert comparison.tokens == prompts * TOKENS
     comparison.accept()
 
 

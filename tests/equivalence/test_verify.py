@@ -25,6 +25,7 @@ from octavo.worker.native_layers import NativeAttention
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Forward
 from octavo.worker.request_table import RequestTable
+from tests.support.forked import run_forked
 from tests.support.models import tiny_model
 from tests.support.places import PLACES, Place
 from tests.support.soaked import rarely
@@ -268,7 +269,7 @@ def test_the_command_exits_1_on_a_difference(folder: str, tmp_path: Path) -> Non
         "from octavo.cli.main import main\n"
         f"sys.exit(main(['verify', {folder!r}, '--dtype', 'float32']))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_forked([sys.executable, str(script)], None, 120, text=True)
     assert done.returncode == 1 and "NOT VERIFIED" in done.stdout
 
 

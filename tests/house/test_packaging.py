@@ -7,6 +7,8 @@ import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+from docs.house import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 BROUGHT = {"triton"}  # by torch, where it has CUDA
 OPTIONAL = {"flashinfer": ["flashinfer-python"]}  # need not be installed where this runs
@@ -33,7 +35,7 @@ def installed_with(distributions: set[str]) -> set[str]:
 
 def imported() -> set[str]:
     """The first names of all modules that are imported, also inside functions."""
-    nodes = [node for file in (ROOT / "octavo").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    nodes = [node for file in (ROOT / "octavo").rglob("*.py") for node in ast.walk(parsed(file.read_text()))]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"octavo"}

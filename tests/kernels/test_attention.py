@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from octavo.attention.backend import AttentionBackend, QKNorm, Rope
 from octavo.attention.contiguous import ContiguousBackend
@@ -132,6 +131,8 @@ def test_under_alibi_scores_fall_with_the_distance_of_keys(backend: type[Attenti
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 12, 112])
 def test_slopes_of_alibi_are_those_of_transformers(heads: int) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
     mask = torch.ones(1, 2)
     torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1])
 

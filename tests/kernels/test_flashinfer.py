@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from octavo import LLM, SamplingParams
 from octavo.attention.backend import AttentionBackend, load_backend
@@ -49,6 +48,8 @@ def test_rows_of_every_kind_are_handed_over(size: int, spec: AttentionSpec, back
 # promise: attention-backend-flashinfer
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_an_engine_generates_what_transformers_generates(folder: str, layout: str, backend: type[AttentionBackend]) -> None:
+    from transformers import AutoModelForCausalLM
+
     """Steps padded to shapes, chunks, shared prefixes."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
     prompts = [list(range(3, 3 + length)) for length in (1, 5, 15, 40, 40)]

@@ -24,8 +24,11 @@ from tests.support.soaked import pairs
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
-# With every change: each level and each cache type, and the highest level with floats of both sizes.
-PAIRS = pairs(LEVELS, list(CACHES), also=[(LEVELS[-1], "f32"), (LEVELS[-1], "bf16")], shift=2)
+
+
+def level_and_cache(shift: int) -> pytest.MarkDecorator:
+    """With every change, each level and each cache type. Other pairs in each test: `shift`."""
+    return pytest.mark.parametrize(("level", "cache"), pairs(LEVELS, list(CACHES), shift=shift))
 
 
 def check(case: AttentionCase, library: NativeLibrary) -> None:
@@ -44,7 +47,7 @@ def check(case: AttentionCase, library: NativeLibrary) -> None:
         assert error(out, attended_twin(case, qkv, *caches)) < (5e-3 if in_halves(library.level, case) else 1e-5)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(0)
 def test_every_block_size_head_size_and_group_of_heads(level: str, cache: str) -> None:
     base = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
     for threads in (1, 2):
@@ -58,7 +61,7 @@ def test_every_block_size_head_size_and_group_of_heads(level: str, cache: str) -
                     check(replace(base, heads=group * kv_heads, kv_heads=kv_heads, qk_norm=kv_heads == 1, seed=group), library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(1)
 def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
     for threads in (1, 2):
         with running(level, threads) as library:
@@ -66,7 +69,7 @@ def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
                 check(AttentionCase(rows=MIXED, cache_kind=CACHES[cache], window=window, seed=window), library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(2)
 def test_scores_fall_with_the_distance_of_a_key(level: str, cache: str) -> None:
     """In whole tasks, of few queries and of many, over shared keys, and where parts of a context are merged; with windows too."""
     with running(level, 3) as library:
@@ -76,7 +79,7 @@ def test_scores_fall_with_the_distance_of_a_key(level: str, cache: str) -> None:
         check(tree_of_rows(3, rows=40, heads=6, cache_kind=CACHES[cache], alibi=True), library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(3)
 def test_scores_are_capped_and_sinks_take_part_in_them(level: str, cache: str) -> None:
     """In whole tasks, and where parts of a context are merged; with windows too."""
     for threads in (1, 3):
@@ -95,7 +98,7 @@ def test_heads_are_rotated_in_part_or_not_at_all_and_normed_one_by_one_or_as_one
                 check(AttentionCase(rows=MIXED, head_dim=dim, rotary_dim=rotary, qk_norm=True, whole_norm=whole, cache_kind=F32), library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(4)
 def test_the_result_is_multiplied_by_the_sigmoid_of_its_gate(level: str, cache: str) -> None:
     """In whole tasks, of few queries and of many, over shared keys, and where parts of a context are merged."""
     base = AttentionCase(rows=MIXED, cache_kind=CACHES[cache], output_gate=True)
@@ -108,7 +111,7 @@ def test_the_result_is_multiplied_by_the_sigmoid_of_its_gate(level: str, cache: 
             check(case, library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(5)
 def test_what_lies_behind_a_window_is_not_read(level: str, cache: str) -> None:
     """The null block stands in the table there, as where blocks were given back: its keys are NaN here."""
     for rows in (((1299, 1), (700, 1)), ((900, 33),), MIXED):
@@ -120,7 +123,7 @@ def test_what_lies_behind_a_window_is_not_read(level: str, cache: str) -> None:
             assert np.isfinite(whole).all() and np.array_equal(case.run(library, before)[1], whole)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(6)
 def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str) -> None:
     """Few tasks and long contexts: parts, also such that the last parts are short, empty, or wholly behind the window."""
     for threads in (1, 3):
@@ -130,7 +133,7 @@ def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str)
                     check(AttentionCase(rows=rows, heads=2, kv_heads=1, cache_kind=CACHES[cache], window=window, seed=threads), library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(7)
 def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
     for threads in (1, 3):
         with running(level, threads) as library:
@@ -141,7 +144,7 @@ def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
 
 
 # promise: shared-reads
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(8)
 def test_a_tree_of_beginnings_is_read_once_by_rows_in_any_order(level: str, cache: str) -> None:
     for threads, seed in ((1, 1), (3, 2), (2, 3), (3, 4)):
         with running(level, threads) as library:
@@ -202,7 +205,7 @@ def test_scores_of_any_size_are_weighed(level: str) -> None:
                     assert error(out, good) < 5e-3
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(9)
 def test_values_of_any_size_are_summed(level: str, cache: str) -> None:
     """Up to those of which a few pass the end of float16 together, as many and as few queries read them."""
     with running(level) as library:
@@ -212,7 +215,7 @@ def test_values_of_any_size_are_summed(level: str, cache: str) -> None:
             check(case, library)
 
 
-@pytest.mark.parametrize(("level", "cache"), PAIRS)
+@level_and_cache(10)
 def test_what_is_not_finite_is_stored_and_read_as_such(level: str, cache: str) -> None:
     case = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
     case.projected[40, case.heads] = np.nan  # a key of the third row

@@ -14,7 +14,7 @@ from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.packing import Floats
 from tests.support.native import error, levels_here, running
 from tests.support.native_delta_net import delta_net_twin
-from tests.support.soaked import one_in
+from tests.support.soaked import one_in, pairs
 
 LEVELS = levels_here()
 # Rounding errors: sums of at most 256 numbers, and states in which those of some tokens add up, are off by 1e-6 of the largest number.
@@ -100,11 +100,10 @@ def in_chunks(case: DeltaNetCase, library: NativeLibrary, size: int) -> tuple[Fl
     return np.concatenate(out), States(states.conv[-1:], states.recurrent[-1:])
 
 
-@pytest.mark.parametrize("heads, sizes", [((1, 2), (128, 128)), ((2, 2), (16, 48)), ((1, 1), (256, 80)), ((2, 6), (48, 16))], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
-def test_chunks_of_every_size_give_the_same_bits(level: str, heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("level", "shape"), pairs(LEVELS, [(1, 2, 128, 128), (2, 2, 16, 48), (1, 1, 256, 80), (2, 6, 48, 16)]), ids=str)
+def test_chunks_of_every_size_give_the_same_bits(level: str, shape: tuple[int, int, int, int]) -> None:
     for conv_width in (2, 4):
-        case = DeltaNetCase(101, *heads, *sizes, conv_width=conv_width, seed=conv_width)
+        case = DeltaNetCase(101, *shape, conv_width=conv_width, seed=conv_width)
         with running(level, 2) as library:
             out, last = in_chunks(case, library, 101)
             for size in (1, 2, 3, 16, 31, 32, 33, 64, 100):

@@ -47,8 +47,7 @@ def test_so_is_a_step_of_every_kind_of_layer(level: str, kind: str) -> None:
                 assert same(once.results(), parts.results()), (threads, rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "kind"), pairs(LEVELS, list(KINDS), shift=1))
 def test_a_step_of_every_kind_of_layer_is_what_torch_makes_of_it(level: str, kind: str) -> None:
     with running(level, 2) as library:
         decoder = Decoder(library, F32, 0, F32, F32, shape=KINDS[kind])

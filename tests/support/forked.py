@@ -93,6 +93,13 @@ class ForkingSubprocess:
         return getattr(subprocess, name)
 
 
+def fork_children_of(monkeypatch: Any, *modules: str) -> None:
+    """Those that these modules start, from here to the end of a test."""
+    for name in modules:
+        with suppress(ModuleNotFoundError):  # a machine with a GPU may lack what a server needs: tests marked gpu do without
+            monkeypatch.setattr(importlib.import_module(name), "subprocess", ForkingSubprocess())
+
+
 def run_forked(command: list[str], input: Any, timeout: float, **settings: Any) -> "subprocess.CompletedProcess[Any]":
     """`subprocess.run` with captured output."""
     pipe = subprocess.PIPE

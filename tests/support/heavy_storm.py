@@ -108,9 +108,10 @@ class Storm:
         found = FRAME.findall(self.server.stderr.partition("Current thread")[2])
         return " < ".join(f"{file}:{line} {name}" for file, line, name in found[:3])
 
-    def try_fields(self, multiples: Multiples) -> None:
-        """Every field of every route by itself, then those of completions in one request."""
-        for place in (one for one in places(self.server.ask("GET", "/openapi.json").json) if one.shapes):
+    def try_fields(self, multiples: Multiples, once: bool = False) -> None:
+        """Every field of every route by itself, then those of completions in one request. `once`: of fields with one name the first."""
+        found = [one for one in places(self.server.ask("GET", "/openapi.json").json) if one.shapes]
+        for place in {one.field: one for one in reversed(found)}.values() if once else found:
             self.judge(f"{place.path} {place.field}", partial(self._try_place, place, multiples))
         for prompts, n in multiples:
             name = f"all fields at once, {prompts} prompts of {n} samples"

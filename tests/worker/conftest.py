@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests.support.forked import ForkingSubprocess
+from tests.support.forked import fork_children_of
 
 
 @pytest.fixture(autouse=True)
 def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.worker import host_ranks
-
-    monkeypatch.setattr(host_ranks, "subprocess", ForkingSubprocess())
+    fork_children_of(monkeypatch, "octavo.worker.host_ranks")

@@ -8,10 +8,12 @@ that float32 has as well. Every other combination of a test's values is left to 
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+ParameterSet = type(pytest.param())
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 if INTERPRETED:
@@ -36,9 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _is_odd(item: pytest.Item) -> bool:
     """Whether the places of its values in their lists have an odd sum."""
     marks = list(item.iter_markers("parametrize"))
-    names = [mark.args[0].split(",")[0] if isinstance(mark.args[0], str) else mark.args[0][0] for mark in marks]
     is_one_of_two = len(marks) == 1 and len(marks[0].args[1]) == 2
-    return not is_one_of_two and sum(item.callspec.indices[name] for name in names) % 2 == 1  # type: ignore[attr-defined]
+    return not is_one_of_two and sum(_place(mark, item.callspec.params) for mark in marks) % 2 == 1  # type: ignore[attr-defined]
+
+
+def _place(mark: pytest.Mark, values: dict[str, Any]) -> int:
+    """Of a test's values in a list of its own; pytest numbers combinations alone."""
+    names, cases = mark.args
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    for place, case in enumerate(cases):
+        case = case.values if isinstance(case, ParameterSet) else (case,) if len(names) == 1 else case
+        if all(values[name] is value for name, value in zip(names, case)):
+            return place
+    raise AssertionError(f"{values} is none of {cases}")
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,10 @@ MIX: Mix = [(7, 37), (1, 41), (0, 5), (19, 19), (1, 0), (2, 33), (1, 1), (1, 70)
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+    """As `torch.use_deterministic_algorithms` does it, which takes seconds to import the compiler first."""
+    torch._C._set_deterministic_algorithms(True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 class Caches:
