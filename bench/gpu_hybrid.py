@@ -24,7 +24,7 @@ from torch import Tensor
 from bench.gpu_kernels import BEYOND_L2, DEVICE, DTYPE, distance, microseconds, random
 from octavo.kernels.reference import delta_net as plain
 from octavo.kernels.triton.delta_net.launch import delta_net, invariant_delta_net
-from octavo.kernels.triton.delta_net.norm import gated_norm
+from octavo.kernels.triton.step.norm import gated_norm
 from octavo.step.step_tensors import StepStates
 
 READ, MULTIPLIED = 4.27e12, 790e12  # bytes and operations a second that an H200 reaches

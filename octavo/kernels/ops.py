@@ -101,7 +101,7 @@ rank = by_device(sampling.rank, "sampling.rank")
 # -- recurrent layers
 
 delta_net = by_device(delta.delta_net, "delta_net.launch")
-gated_norm = by_device(delta.gated_norm, "delta_net.norm")
+gated_norm = by_device(delta.gated_norm, "step.norm")
 
 # -- kernels that exist for a GPU only: a row's bits do not depend on the other rows
 

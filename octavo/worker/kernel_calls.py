@@ -23,7 +23,6 @@ from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.delta_net.launch import SHORT, TILED_ROWS, delta_net
-from octavo.kernels.triton.delta_net.norm import gated_norm
 from octavo.kernels.triton.fp8 import fp8_calls
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
@@ -35,7 +34,7 @@ from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
 from octavo.kernels.triton.step.cache import copy_blocks, write_kv
 from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, scale_logits
-from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, layer_norm, norm_add, norm_add_norm
+from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, gated_norm, layer_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.step.logit_edits import HEAD
 from octavo.step.step_tensors import RowLayout, StepMemory, StepStates

@@ -16,8 +16,7 @@ import zmq
 from octavo.config import EngineConfig, environment_with, passed_on
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import SpawnConfig
-from octavo.engine.ray_engine import _clock_ahead
-from octavo.engine.ray_host import Begin, Carried, Carrier, EngineActor
+from octavo.engine.ray_engine import Begin, Carried, Carrier, EngineActor, _clock_ahead
 from octavo.engine.router import CLIENT_SECONDS, Router
 from octavo.engine.supervisor import Serving, Supervisor
 from octavo.engine.wire import DownFrame, Heartbeat, Hello, Ping, decode_up, encode

@@ -34,7 +34,6 @@ from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.delta_net.launch import delta_net, invariant_delta_net
-from octavo.kernels.triton.delta_net.norm import gated_norm
 from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invariant_fp8_linear, rule
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
@@ -48,7 +47,7 @@ from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
 from octavo.kernels.triton.step.cache import copy_blocks, write_kv
 from octavo.kernels.triton.step.elementwise import gate_and_mul, scale_logits, silu_and_mul
-from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
+from octavo.kernels.triton.step.norm import add_rms_norm, gated_norm, norm_add_norm
 from octavo.step.logit_edits import HEAD
 from octavo.step.step_tensors import StepStates
 from octavo.worker.compile_process import NoGPU

@@ -17,7 +17,7 @@ from octavo.attention.delta_net import DeltaNetSpec
 from octavo.kernels.reference import delta_net as plain
 from octavo.kernels.triton.delta_net.chunks import CELL
 from octavo.kernels.triton.delta_net.launch import SHORT, delta_net, invariant_delta_net
-from octavo.kernels.triton.delta_net.norm import gated_norm
+from octavo.kernels.triton.step.norm import gated_norm
 from octavo.layers import delta_net as layers
 from octavo.step.step_tensors import NO_STATE, StepStates
 from tests.support.families import family_model, reference_model
