@@ -38,7 +38,7 @@ class Capabilities:
 
 BEFORE_THE_CACHE = frozenset({"no_rotation", "partial_rotation", "whole_norm"})  # `write_kv` of `kernels/ops.py` has them on every device
 ALL = BEFORE_THE_CACHE | {"window", "soft_cap", "sinks", "alibi"}
-IN_TORCH = ALL | {"output_gate"}  # the gate is a separate operation behind attention
+IN_TORCH = ALL | {"output_gate", "latent"}  # the gate is a separate operation behind attention
 EVERY_MIXER = ("attention", "delta_net")  # a recurrent mixer has no backend: it computes beside attention with the same batch
 
 CPU = Capabilities(

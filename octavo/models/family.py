@@ -181,7 +181,7 @@ class Rules:
         weights = {f"{self.checkpoint_module(module, part)}.weight": _sections(one) for part, one in by_part}
         parts = {weight: sum(sizes) for weight, sizes in weights.items()}
         sections = {weight: sizes for weight, sizes in weights.items() if len(sizes) > 1}
-        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, sections)
+        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, sections=sections)
 
 
 def parts_of_gguf(name: str) -> tuple[str, str]:
