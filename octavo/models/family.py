@@ -231,6 +231,8 @@ class GGUFForm:
     orders: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]
     experts: bool = False  # files of these architectures with experts belong to this family, those without to another
     columns: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]] | None = None  # like `orders`, for the order of columns
+        # like `orders`: the heads of tensors whose rows and columns have changed places in each head. They are read as floats
+    turned: Callable[[str, Mapping[str, Any]], Mapping[str, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ The first layers have plain MLPs. In MoE layers one more MLP computes every toke
 rotated rows in interleaved order, at the end of each head of q, and of the latent's projection.
 
 In folders `kv_b_proj` has the rows of k and v of each head, one after the other. They are read as two modules. GGUF files have either
-the same, or the two as tensors of their own (`loading/views.py`).
+the same, or the two as tensors of their own.
 """
 
 import math
@@ -34,6 +34,7 @@ from octavo.models.dense_family import (
 )
 from octavo.models.description import Experts, MLPShape, ModelDescription, Scores, Vector
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, HeldTogether, Rule, Rules, vector
+from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.mixture_family import MLP, MOST_OF_ALL_LAYERS, deal, expert_rules, mixture_matrices
 from octavo.models.row_order import Interleaved, OfGroup, RowOrder
 from octavo.models.split import Shared
@@ -214,6 +215,84 @@ def divided(config: DenseConfig, own: Mapping[str, int], context: int) -> DenseC
             "set it to 1"
         )
     return dense_family.divided(config, own, context)
+
+
+# -- GGUF files: all of these families are `deepseek2` there
+
+
+GATING = {1: "softmax", 2: "sigmoid"}
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim, which is taken to equal mscale
+
+
+def gguf_config(keys: GGUFKeys, by_scores: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the keys of a config.json. `by_scores`: the architecture for each function of the router
+
+    Newer files describe heads as they are around latents (`_mla`), and the cached key where others describe heads. Files without groups
+    are computed without: nothing in them tells whether the model has some.
+    """
+    if keys.integer("nextn_predict_layers", 0, low=0):
+        raise keys.fail(f"{keys.prefix}nextn_predict_layers", "0: layers that predict further tokens are not supported")
+    of_heads = "_mla" if keys.has("attention.key_length_mla") else ""
+    heads, rotated = keys.integer("attention.head_count"), keys.integer("rope.dimension_count")
+    key_length = keys.integer(f"attention.key_length{of_heads}")
+    if key_length <= rotated:
+        raise keys.fail(f"{keys.prefix}attention.key_length{of_heads}", f"above {keys.prefix}rope.dimension_count {rotated}")
+    return _gguf_experts(keys, by_scores) | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _gguf_rope(keys),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", 0, low=0) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_length - rotated,
+        "v_head_dim": keys.integer(f"attention.value_length{of_heads}"),
+    }
+
+
+def _gguf_experts(keys: GGUFKeys, by_scores: Mapping[str, str]) -> dict[str, Any]:
+    biased = any(name.endswith("exp_probs_b.bias") for name in keys.shapes)
+    scores = GATING.get(keys.integer("expert_gating_func", 2 if biased else 1))
+    if scores is None:
+        raise keys.fail(f"{keys.prefix}expert_gating_func", " or ".join(f"{number} ({name})" for number, name in GATING.items()))
+    groups = keys.integer("expert_group_count", 1)
+    return {
+        "architectures": [by_scores[scores]],
+        "scoring_func": scores,
+        "topk_method": "noaux_tc" if scores == "sigmoid" else "group_limited_greedy",
+        "n_routed_experts": keys.integer("expert_count"),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, low=0),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, low=0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": keys.integer("expert_group_used_count", groups),
+    }
+
+
+def _gguf_rope(keys: GGUFKeys) -> dict[str, Any]:
+    rope = keys.rope(also=[LOG_MULTIPLIER.rpartition(".")[2]])
+    if rope["rope_type"] != "yarn":
+        return rope
+    if not keys.has(LOG_MULTIPLIER):
+        return rope | {"attention_factor": 1.0}
+    scale = keys.number(LOG_MULTIPLIER) * 10
+    return rope | {"mscale": scale, "mscale_all_dim": scale}
+
+
+def gguf_orders(architecture: str, config: Mapping[str, Any]) -> dict[str, RowOrder]:
+    """For `GGUFForm`: like `orders`."""
+    q = Interleaved(config["num_attention_heads"], config["qk_rope_head_dim"], config["qk_nope_head_dim"])
+    kv = Interleaved(1, config["qk_rope_head_dim"], config["kv_lora_rank"])
+    return {"attn_q" if config["q_lora_rank"] is None else "attn_q_b": q, "attn_kv_a_mqa": kv}
+
+
+def gguf_turned(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """For `GGUFForm`: files that have k and v in tensors of their own have the first one transposed."""
+    return {"attn_k_b": config["num_attention_heads"]}
 
 
 def latent_family(name: str, architecture: str, read: Any, left_out: tuple[str, ...] = (), gguf: GGUFForm | None = None) -> Family:

@@ -83,7 +83,7 @@ def native_weight_bytes(
         kept += model.lookup.numbers * item
     most = 0
     for one in native_matrices(model, item, stored):
-        on_the_way = 0 if all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
+        on_the_way = 0 if not one.matrix.heads and all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (0 if arm else KEPT_BACK)
         size = one.matrix.numbers

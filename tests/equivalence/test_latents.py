@@ -15,6 +15,7 @@ from tests.equivalence.test_verify import run
 from tests.support.families import family_model, reference_model
 from tests.support.greedy import compare_with_reference, same_greedy_text
 from tests.support.latents import LATENTS, long
+from tests.support.latents_gguf import latent_gguf
 from tests.support.soaked import rarely
 
 LENGTHS = (1, 17, 64, 65, 150)
@@ -91,6 +92,17 @@ def test_paging_is_invisible_in_latent_attention(name: str, native: bool, block_
 def test_several_pieces_of_latents_agree_under_every_schedule(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     folder = family_model(tmp_path / "model", long(LATENTS[name]), seed=44)
     assert difference(proof(str(folder), 700, 6, **settings)) is None
+
+
+# promise: family-gguf
+@pytest.mark.parametrize(("name", "old"), [("deepseek v2", False), ("deepseek v2 lite", True), *rarely(("glm 4.7 flash", False))])
+def test_a_gguf_file_of_latent_attention_gives_the_text_of_its_folder(name: str, old: bool, tmp_path: Path) -> None:
+    """A file has W_UK and W_UV in one tensor, or in two, of which the first is transposed."""
+    folder, prompts, answers = family_model(tmp_path / "model", LATENTS[name], seed=47), prompts_of(LENGTHS), []
+    for path in (folder, latent_gguf(folder, tmp_path / "model.gguf", old=old)):
+        with open_llm(path, True) as llm:
+            answers.append(llm.generate(prompts, GREEDY, use_tqdm=False))
+    assert all(map(same_greedy_text, *answers))
 
 
 # -- ranks and stages

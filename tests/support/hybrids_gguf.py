@@ -24,7 +24,7 @@ def hybrid_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32", old: bo
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, tiny.gguf)
     _write_keys(writer, config)
-    for name, weight in _with_stacks(load_file(folder / "model.safetensors")).items():
+    for name, weight in with_stacks(load_file(folder / "model.safetensors")).items():
         for converted, values in _converted(name.replace("language_model.", ""), weight, config, old).items():
             target = names.get_name(converted, try_suffixes=(".weight", ".bias"))
             assert target is not None, converted
@@ -35,7 +35,7 @@ def hybrid_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32", old: bo
     return path
 
 
-def _with_stacks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_stacks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of all experts of a layer in one tensor."""
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():

@@ -49,6 +49,13 @@ LATENTS = {
     ),
 }  # fmt: skip
 
+# Of whole groups of 32 columns, which quantised weights need.
+ALIGNED = Tiny(
+    "DeepseekV3ForCausalLM",
+    _latent(4, 64, 16, 32, 32, 32) | _experts(8, 2, inner=32)
+    | {"hidden_size": 64, "intermediate_size": 64, "n_group": 2, "topk_group": 1},
+)  # fmt: skip
+
 
 def long(tiny: Tiny) -> Tiny:
     """Returns the model with room for more than two pieces of attention."""
