@@ -161,7 +161,7 @@ class AttentionSpec:
         """
         item, q, kv = ITEM_BYTES[dtype], self.q_size, self.kv_size
         if self.latent is not None:
-            return self._latent_bytes(load, item, ITEM_BYTES[cache_dtype])
+            return self._latent_bytes(self.latent, load, item, 0 if cache_dtype == dtype else ITEM_BYTES[cache_dtype])
         gate = q * item if self.output_gate else 0  # held until the end, when its sigmoid is held in addition to the result
         projected = (q + 2 * kv) * item + gate
         normed = (q + kv) * item if self.qk_norm else 0
@@ -176,17 +176,20 @@ class AttentionSpec:
         attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
         return max(load.tokens * rotate, attend + self._scores_bytes(load))
 
-    def _latent_bytes(self, load: StepLoad, item: int, cache_item: int) -> int:
-        """The bytes of attention over latents, which computes scores one by one.
+    def _latent_bytes(self, latent: Latent, load: StepLoad, item: int, cache_item: int) -> int:
+        """The bytes of attention over latents, which materialises scores. `cache_item`: 0 if the cache has the dtype of the run
 
-        Of a token: q before and after W_UK, selected for a group, in another order of heads, and in float32; two results; the new key.
-        The keys of all rows: gathered, in the dtype of the run, and in float32 once whole and once the latents alone.
+        Of a token: what is projected; q and the key; q selected for a group; the results of a group, and of all. Of a gathered key: the
+        key, as it is stored and as it is read, and in half precision its copies in float32. Scores for some queries at a time.
         """
-        token = (self.projected_q + 3 * self.q_size + 2 * self.num_heads * self.value_dim + 4 * self.head_dim) * item
-        token += (self.q_size + self.num_heads * self.value_dim) * FLOAT32
-        keys = self.head_dim * (cache_item + item + FLOAT32) + self.value_dim * FLOAT32
+        results = self.num_heads * self.value_dim
+        projected = sum(self.projections.values()) + (0 if latent.q_rank is None else self.projected_q)
+        token = projected + 2 * self.q_size + self.head_dim + 2 * results
+        wide = 0 if item == FLOAT32 else (self.head_dim + self.value_dim) * FLOAT32
+        key = self.head_dim * (item + cache_item) + wide
         scores = min(self.num_heads * load.tokens * load.context, max(SCORES, self.num_heads * load.gathered))
-        return load.tokens * (token + load.context) + keys * load.gathered + 2 * scores * FLOAT32
+        queries = scores // (self.num_heads * load.context)  # at a time
+        return load.tokens * token * item + load.gathered * key + (2 * scores + queries * (self.q_size + results)) * FLOAT32
 
     def _scores_bytes(self, load: StepLoad) -> int:
         """The bytes of attention that materialises scores (`kernels/reference/attention.py`).
