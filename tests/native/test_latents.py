@@ -4,74 +4,22 @@ Slots that no row has written are NaN, and so is what lies behind the latent of 
 """
 
 import ctypes
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from octavo.kernels.cpu.attention_case import AttentionCase, Cache, norm_struct
+from octavo.kernels.cpu.attention_case import norm_struct
 from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Latent, Layer, Model, NativeLibrary, Norm, Step, address
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_float
-from octavo.kernels.reference.attention import attend, causal_mask
-from octavo.kernels.reference.latent import absorb, expand
 from tests.support.native import error, levels_here, running
 from tests.support.native_attention import MIXED
+from tests.support.native_latent import LatentCase
 from tests.support.soaked import pairs
 
 CACHES = {"float32": F32, "bfloat16": BF16, "float16": F16}
 LONG = ((0, 5), (600, 1), (255, 3), (511, 2))  # several pieces of 256 keys
-EPS, NEAR = 1e-6, 1e-5
-
-
-@dataclass(frozen=True)
-class LatentCase:
-    rows: tuple[tuple[int, int], ...]
-    cache_kind: int
-    heads: int = 6
-    group: int = 3  # heads of a task
-    rank: int = 41
-    rotary: int = 6
-    plain: int = 11
-    values: int = 19
-    q_rank: int = 0  # 0: q is projected directly
-
-    @cached_property
-    def tokens(self) -> AttentionCase:
-        return AttentionCase(self.rows, self.heads, 1, self.rank + self.rotary, cache_kind=self.cache_kind, rotary_dim=self.rotary)
-
-    @cached_property
-    def weights(self) -> dict[str, Floats]:
-        random, heads = np.random.default_rng(5), self.heads
-        q = heads * (self.plain + self.rotary)
-        shapes = {
-            "k_up": (heads * self.plain, self.rank), "v_up": (heads * self.values, self.rank), "k_norm": (self.rank,),
-            "down": (len(self.tokens.positions), (self.q_rank or q) + self.rank + self.rotary),
-        } | ({"q_up": (q, self.q_rank), "q_norm": (self.q_rank,)} if self.q_rank else {})  # fmt: skip
-        drawn = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-        return {name: one / np.float32(one.shape[1] ** 0.5) if name.endswith("_up") else one for name, one in drawn.items()}
-
-    def references(self) -> tuple[Floats, Floats]:
-        """Returns the latents of all heads, and their values."""
-        parts = {name: torch.from_numpy(one) for name, one in self.weights.items()}
-        q, kv = parts["down"].split([parts["down"].shape[1] - self.rank - self.rotary, self.rank + self.rotary], dim=1)
-        if self.q_rank:
-            q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS) * parts["q_norm"] @ parts["q_up"].T
-        turn = (torch.from_numpy(table(self.tokens.angles)[self.tokens.positions]) for table in (np.cos, np.sin))
-        made = absorb(q.contiguous(), kv, parts["k_up"], (parts["k_norm"], EPS), *turn).unflatten(1, (self.heads + 1, -1))
-        keys = self.tokens.past()[0].numbers().reshape(-1, 1, self.rank + self.rotary)
-        keys[self.tokens.new_slots] = Cache.holding(made[:, self.heads :].numpy(), self.cache_kind).numbers()
-        latents = torch.cat([self._attended(row, made[:, : self.heads], torch.from_numpy(keys)) for row in range(len(self.rows))])
-        return latents.flatten(1).numpy(), expand(latents, parts["v_up"]).numpy()
-
-    def _attended(self, row: int, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        past, new = self.rows[row]
-        own = keys[self.tokens.slots(np.full(past + new, row), np.arange(past + new))].unsqueeze(0)
-        mask = causal_mask(torch.tensor([past + new]), new, past + new, None, torch.float32)
-        queries = q[torch.from_numpy(self.tokens.token_rows == row)].unsqueeze(0)
-        return attend(queries, own, own[..., : self.rank], mask, False, (self.plain + self.rotary) ** -0.5)[0]
+NEAR = 1e-5
 
 
 class Run:
@@ -81,7 +29,7 @@ class Run:
         self.case, self.library, tokens = case, library, case.tokens
         self.cache, self.turn = tokens.past()[0], (np.cos(tokens.angles), np.sin(tokens.angles))
         layer: Layer = tokens.layer(*self.turn, self.cache, self.cache)
-        layer.v_cache, layer.kv_heads, layer.attention_scale = None, case.heads // case.group, (case.plain + case.rotary) ** -0.5
+        layer.v_cache, layer.kv_heads, layer.attention_scale = None, case.heads // case.group, case.scale
         layer.k_norm = norm_struct(case.weights["k_norm"])
         layer.q_norm = norm_struct(case.weights["q_norm"]) if case.q_rank else Norm()
         self.packed = self._packed()
@@ -91,10 +39,8 @@ class Run:
         self.model = Model(num_layers=1, cache_kind=case.cache_kind, layers=ctypes.pointer(layer))
 
     def _packed(self) -> dict[str, PackedMatrix]:
-        case, weights = self.case, self.case.weights
-        by_head = weights["k_up"].reshape(case.heads, case.plain, case.rank).swapaxes(1, 2)
-        found = {"k_up": self._stacked(by_head), "v_up": self._stacked(weights["v_up"].reshape(case.heads, case.values, case.rank))}
-        return found | ({"q_up": pack_float(self.library, weights["q_up"])} if case.q_rank else {})
+        found = {name: self._stacked(by_head) for name, by_head in self.case.stacks.items()}
+        return found | ({"q_up": pack_float(self.library, self.case.weights["q_up"])} if self.case.q_rank else {})
 
     def _stacked(self, by_head: Floats) -> PackedMatrix:
         heads, rows, columns = by_head.shape
