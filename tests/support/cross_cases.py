@@ -36,6 +36,7 @@ from tests.support.native_attention import (
     written_twin,
 )
 from tests.support.native_delta_net import DeltaNetWeights, delta_net_twin
+from tests.support.native_latent import NEAR as NEAR_LATENTS
 from tests.support.native_latent import LatentCase
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_step import BATCHES, HIDDEN, INNER, KINDS, Decoder, Multiply
@@ -388,7 +389,8 @@ def latent_case(case: LatentCase, title: str) -> Case:
         with_weights(found, Weights(None, exact, F32, 0, None, None, {"values": exact}), f"{name}.")
     for name in ("q_norm", "k_norm") if case.q_rank else ("k_norm",):
         with_norm(found, NormWeights(case.weights[name]), f"layer0.{name}")
-    found.expected = [Expected(name, "floats", part, "largest", NEAR) for name, part in zip(("latents", "values"), case.references())]
+    near, names = NEAR_LATENTS[case.cache_kind], ("latents", "values")
+    found.expected = [Expected(name, "floats", part, "largest", near) for name, part in zip(names, case.references())]
     return found
 
 
