@@ -13,7 +13,7 @@ from octavo.kernels.reference.attention import attend, causal_mask
 from octavo.kernels.reference.latent import absorb, expand
 
 EPS = 1e-6  # of norms
-# How far off a result may be. A number of a key may be rounded to the neighbour of the reference's: by 2^-8 or 2^-11 of it, once in a while.
+# How far off a result may be. Once in a while a number of a key is rounded to the neighbour of the reference's: by 2^-8 or 2^-11 of it.
 NEAR = {F32: 1e-5, BF16: 4e-3, F16: 5e-4}
 
 
