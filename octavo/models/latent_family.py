@@ -30,7 +30,6 @@ from octavo.models.dense_family import (
     check_activation,
     cut,
     read_fields,
-    with_defaults,
 )
 from octavo.models.description import Experts, MLPShape, ModelDescription, Scores, Vector
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, HeldTogether, Rule, Rules, vector
@@ -70,7 +69,7 @@ MOST_DIM = 4096
 
 def read_latent(reader: ConfigReader, architecture: str, defaults: Mapping[str, Any]) -> tuple[ConfigReader, dict[str, Any]]:
     """Returns a reader with a family's default values, and the values for `dense_config`. The family adds its MLPs."""
-    reader = with_defaults(reader, {key: value for key, value in defaults.items() if reader.raw.get(key) is None})
+    reader = ConfigReader({**defaults, **{key: value for key, value in reader.raw.items() if value is not None}}, reader.source)
     check_activation(reader)
     check_fixed(reader, FIXED)
     heads, rotated = reader.integer("num_attention_heads", high=65536), reader.integer("qk_rope_head_dim", high=MOST_DIM)

@@ -20,8 +20,6 @@ from tests.support.soaked import rarely
 
 LENGTHS = (1, 17, 64, 65, 150)
 EXPERTS = TENSOR | {"enable_expert_parallel": True}
-
-
 OTHERS_IN_TORCH = rarely(("deepseek v2 lite", False), ("glm 4.7 flash", False))
 
 
