@@ -47,13 +47,13 @@ class AttentionBackend(Protocol):
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Norms and rotates q and k, and stores k and v in the cache. Returns q [T, heads, head_dim].
 
-        qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
+        qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten. With a latent it ends behind k, and both are already rotated.
         """
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
-        """Computes attention of q over the cache. Fills and returns out [T, heads, head_dim]. `sinks`, `slopes` (of ALiBi): [heads]"""
+        """Computes attention of q over the cache. Fills and returns out [T, heads, value_dim]. `sinks`, `slopes` (of ALiBi): [heads]"""
 
 
 NewBackend = Callable[[AttentionSpec], AttentionBackend]  # makes the backend of a layer
@@ -70,9 +70,9 @@ class FewBackend(AttentionBackend, Protocol):
 
 
 def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v of each token as views, [T, heads, head_dim] each."""
+    """Returns q, k and v of each token as views, [T, heads, head_dim] each. With a latent, there are no v."""
     parts = qkv.view(len(qkv), -1, spec.head_dim)
-    q, k, v = parts.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    q, k, v = parts.split([spec.num_heads, spec.num_kv_heads, 0 if spec.latent else spec.num_kv_heads], dim=1)
     return q, k, v
 
 

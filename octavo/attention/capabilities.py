@@ -39,13 +39,14 @@ class Capabilities:
 BEFORE_THE_CACHE = frozenset({"no_rotation", "partial_rotation", "whole_norm"})  # `write_kv` of `kernels/ops.py` has them on every device
 ALL = BEFORE_THE_CACHE | {"window", "soft_cap", "sinks", "alibi"}
 WITH_GATE = ALL | {"output_gate"}  # the gate is a separate operation behind attention
+IN_TORCH = WITH_GATE | {"latent"}
 EVERY_MIXER = ("attention", "delta_net")  # a recurrent mixer has no backend: it computes beside attention with the same batch
 
 CPU = Capabilities(
     name="cpu",
     implementation="octavo.attention.cpu:CpuBackend",
     devices=("cpu",),
-    features=WITH_GATE,
+    features=IN_TORCH,
     mixers=EVERY_MIXER,
     dtypes=("float32", "bfloat16", "float16"),  # the last one only for the native program's own kernels
     cache_dtypes=("float32", "bfloat16", "float16", "int8"),
@@ -68,7 +69,7 @@ CONTIGUOUS = Capabilities(
     name="contiguous",
     implementation="octavo.attention.contiguous:ContiguousBackend",
     devices=("cpu",),
-    features=WITH_GATE,
+    features=IN_TORCH,
     mixers=EVERY_MIXER,
     dtypes=("float32", "bfloat16"),
     cache_dtypes=CPU.cache_dtypes,

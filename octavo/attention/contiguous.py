@@ -55,11 +55,12 @@ class ContiguousBackend:
         shared = batch.attention.shared
         for group in batch.attention.groups:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
-            k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype)
+            k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype, self.spec.value_dim)
             attend_group(q, k, v, group.tail, group, self.spec, out, sinks, slopes)
 
         def keys(index: Tensor, first: Tensor, length: int) -> tuple[Tensor, Tensor]:
-            return recall(cache, partial(load_spans, rows=batch.rows[index], first=first, length=length), torch.float32)
+            load = partial(load_spans, rows=batch.rows[index], first=first, length=length)
+            return recall(cache, load, torch.float32, self.spec.value_dim)
 
         def keys_of_node(node: KeyNode) -> tuple[Tensor, Tensor]:
             return keys(torch.tensor([node.row]), torch.tensor([node.begin]), node.end - node.begin)

@@ -54,7 +54,7 @@ class CpuBackend:
         groups, shared = batch.attention
 
         def keys(blocks: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            return recall(cache, partial(load_blocks, blocks=blocks, num_rows=rows), dtype)
+            return recall(cache, partial(load_blocks, blocks=blocks, num_rows=rows), dtype, self.spec.value_dim)
 
         def keys_of_rest(group: RowGroup) -> tuple[tuple[Tensor, Tensor], Tensor]:
             return keys(group.blocks, len(group.index), torch.float32), group.edge
@@ -75,17 +75,19 @@ def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, posi
 
 
 def keep(cache: Cache, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Stores k and v in the cache, rounded to its dtype."""
+    """Stores k and v in the cache, rounded to its dtype. With a latent, there is only k."""
     for name, values in (("k", k), ("v", v)):
-        buffer = cache[name]
+        buffer = cache.get(name)
+        if buffer is None:
+            continue
         if buffer.dtype == torch.int8:
             values, scale = to_codes(values)
             store(cache[f"{name}_scale"], scale, slots)
         store(buffer, values.to(buffer.dtype), slots)
 
 
-def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns k and v from the cache, in `dtype`. `load` gathers tokens of a buffer."""
+def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Returns k and v from the cache, in `dtype`. `load` gathers tokens of a buffer. `value_dim`: if v is the first numbers of k"""
 
     def loaded(name: str) -> Tensor:
         values = load(cache[name])
@@ -93,7 +95,8 @@ def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -
             values = from_codes(values, load(cache[f"{name}_scale"]))
         return values.to(dtype)
 
-    return loaded("k"), loaded("v")
+    k = loaded("k")
+    return k, loaded("v") if "v" in cache else k[..., :value_dim]
 
 
 def attend_group(

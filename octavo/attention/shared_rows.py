@@ -74,14 +74,14 @@ def split_rows(batch: ForwardBatch) -> tuple[list[RowGroup], SharedRows | None]:
 class Merged:
     """Merges the partial results of queries, weighted by their log-sum-exp."""
 
-    def __init__(self, tokens: Tensor, heads: int, head_dim: int) -> None:
+    def __init__(self, tokens: Tensor, heads: int, value_dim: int) -> None:
         """`tokens`: of all queries, in order"""
         self._tokens = tokens
-        self._mixed = torch.zeros(len(tokens), heads, head_dim)
+        self._mixed = torch.zeros(len(tokens), heads, value_dim)
         self._lse = torch.full((len(tokens), heads), -torch.inf)
 
     def add(self, tokens: Tensor, mixed: Tensor, lse: Tensor) -> None:
-        """mixed: [N, heads, head_dim], lse: [N, heads]"""
+        """mixed: [N, heads, value_dim], lse: [N, heads]"""
         places = torch.searchsorted(self._tokens, tokens)
         self._mixed[places], self._lse[places] = merge_two(self._mixed[places], self._lse[places], mixed, lse)
 
@@ -97,7 +97,7 @@ def attend_shared(
 ) -> None:  # fmt: skip
     """Fills the part of out that belongs to these rows. The keys of the rest come with the positions to set to zero."""
     assert slopes is None or spec.window is None
-    merged = Merged(shared.tokens, *q.shape[1:])
+    merged = Merged(shared.tokens, *out.shape[1:])
 
     def add(part: KeyNode | RowGroup, tokens: Tensor, shape: tuple[int, int], keys: Keys, mask: Tensor | None) -> None:
         queries = q.index_select(0, tokens).float().view(*shape, *q.shape[1:])

@@ -2,9 +2,9 @@
 
     API processes  -- unix socket -->  bridge  -- calls of an actor with bytes -->  actor  -- unix socket -->  engine process
 
-The server sees the bridge as an engine process: it reads its configuration from stdin, writes why it ended to stdout, and ends with its parent.
-It finds a node for the engine, and forwards frames unchanged. If the actor or its node dies, the bridge ends, and the server starts
-another one. If the bridge ends, Ray ends the actor.
+The server sees the bridge as an engine process: it reads its configuration from stdin, writes why it ended to stdout, and ends with its
+parent. It finds a node for the engine, and forwards frames unchanged. If the actor or its node dies, the bridge ends, and the server
+starts another one. If the bridge ends, Ray ends the actor.
 """
 
 import os

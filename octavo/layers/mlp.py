@@ -6,7 +6,8 @@
     router            logits of all experts
     experts.gate_up   gate and up of every expert, one below the other: a merged matrix like any other, which may be quantised
     experts.down
-    shared            one more MLP that every token passes through; `shared_gate` computes its weight
+    shared            one more MLP that every token passes through; `shared_gate` computes its weight, if there is one
+    expert_bias       added to the scores of experts when they are selected, if the model has one
 
 Ranks have either a part of every expert, or some whole experts each. In both cases the results are summed once per layer.
 """
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
 from octavo.kernels.gates import Activation, Gate
-from octavo.kernels.ops import choose_experts, gate_and_mul, gelu, invariant_mixture, mixture
+from octavo.kernels.ops import choose_experts, choose_in_groups, gate_and_mul, gelu, invariant_mixture, mixture
 from octavo.layers.linear import Linear, MergedLinear, RowParallelLinear
-from octavo.quant.schemes import Packed, QuantScheme
+from octavo.quant.schemes import Packed, QuantScheme, empty_parameter
 
 
 class MLP(nn.Module):
@@ -56,9 +57,12 @@ class MLP(nn.Module):
 class Routing:
     count: int  # of all experts
     chosen: int  # per token
-    scores: str  # "all" or "chosen": the logits in the softmax
+    scores: str  # "all" or "chosen": the logits in the softmax; or "sigmoid"
     normed: bool  # the weights of the chosen experts are normalised to a sum of 1
     held: int  # on this rank: all, or the same number on each rank
+    in_groups: tuple[int, int] | None = None  # groups of experts, and how many of them are chosen; None: the best experts of all are
+    biased: bool = False
+    scale: float = 1.0
 
 
 class ExpertStack(nn.Module):
@@ -101,6 +105,7 @@ class Mixture(nn.Module):
         scheme: QuantScheme,
         dtype: torch.dtype,
         comm: Comm,
+        shared_gated: bool = True,
     ) -> None:
         """`inner`: of an expert; `shared_inner`: of the shared expert, 0 if there is none; `bias`: of router and experts"""
         super().__init__()
@@ -108,23 +113,33 @@ class Mixture(nn.Module):
         self.first = routing.held * comm.rank if routing.held < routing.count else 0  # the first expert on this rank
         self.router = Linear(hidden_size, routing.count, bias, scheme, dtype)
         self.experts = ExpertStack(hidden_size, inner, routing.held, bias, scheme, dtype)
+        self.expert_bias = empty_parameter(routing.count, dtype=torch.float32) if routing.biased else None
         self.shared: SharedExpert | None = None
+        self.shared_gate: Linear | None = None
         if shared_inner:
             self.shared = SharedExpert(hidden_size, shared_inner, scheme, dtype)
-            self.shared_gate = Linear(hidden_size, 1, False, scheme, dtype)
+            self.shared_gate = Linear(hidden_size, 1, False, scheme, dtype) if shared_gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x, self.router(x))
 
     def mix(self, x: Tensor, logits: Tensor) -> Tensor:
         """Like `forward`, for given logits of all experts [T, count]."""
-        ids, weights = choose_experts(logits, self.routing.chosen, self.routing.scores, self.routing.normed)
+        ids, weights = self._choose(logits)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
         compute = invariant_mixture if self.experts.gate_up.scheme.invariant else mixture
         out = compute(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
         if self.shared is not None:
-            out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+            shared = self.shared(x)
+            out = out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
         return self.comm.all_reduce(out)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.routing
+        if routing.in_groups is None:
+            return choose_experts(logits, routing.chosen, routing.scores, routing.normed)
+        groups = routing.in_groups
+        return choose_in_groups(logits, routing.chosen, routing.scores, routing.normed, *groups, self.expert_bias, routing.scale)
 
 
 def matrix(linear: Linear) -> Any:

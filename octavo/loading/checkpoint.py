@@ -265,12 +265,18 @@ class GGUFCheckpoint:
             columns = self._model.columns.get(_part(tensor))
             if columns is not None and not (len(tensor.shape) == 2 and columns.fits(tensor.shape[1])):
                 raise LoadError(f"{self.source}: {tensor.name} has shape {list(tensor.shape)}, which is not one of whole heads")
+            heads = self._model.turned.get(_part(tensor))
+            if heads is not None and (len(tensor.shape) != 2 or tensor.shape[0] % heads):
+                what = f"{self.source}: {tensor.name} has shape {list(tensor.shape)}"
+                raise LoadError(f"{what}, which is not a matrix of each of {heads} heads")
 
     def names(self) -> list[str]:
         return list(self._tensor_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor_of[name].shape
+        tensor = self._tensor_of[name]
+        heads = self._model.turned.get(_part(tensor))
+        return tensor.shape if heads is None else (tensor.shape[1] * heads, tensor.shape[0] // heads)
 
     def read(self, name: str) -> Tensor:
         return self.read_part(name, WHOLE)
@@ -280,11 +286,15 @@ class GGUFCheckpoint:
 
     def check_part(self, name: str, part: Part) -> None:
         tensor = self._tensor_of[name]
+        if _part(tensor) in self._model.turned:
+            return
         if tensor.kind not in DENSE and part.columns is not None and _part(tensor) not in self._model.columns:
             self._in_groups(tensor, part.columns)
 
     def read_part(self, name: str, part: Part) -> Tensor:
         tensor = self._tensor_of[name]
+        if (heads := self._model.turned.get(_part(tensor))) is not None:
+            return cut(self._dense(tensor).unflatten(0, (heads, -1)).transpose(1, 2).flatten(0, 1), part)
         columns = self._columns(tensor, part)
         part, places = self._in_file(tensor, part)
         dense = self._dense(tensor, part)
@@ -297,7 +307,7 @@ class GGUFCheckpoint:
 
     def packed_part(self, name: str, part: Part) -> PackedWeight | None:
         tensor = self._tensor_of[name]
-        if tensor.kind in DENSE:
+        if tensor.kind in DENSE or _part(tensor) in self._model.turned:
             return None
         columns = self._columns(tensor, part)
         part, places = self._in_file(tensor, part)
@@ -310,7 +320,8 @@ class GGUFCheckpoint:
     def blocks(self, name: str) -> Blocks | None:
         """Returns a quantised matrix in the format of the file, if the native library supports such blocks."""
         tensor = self._tensor_of[name]
-        if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2 or self._columns(tensor) is not None:
+        other_order = _part(tensor) in self._model.turned or self._columns(tensor) is not None
+        if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2 or other_order:
             return None
         n, k = tensor.shape
         order = self._order(tensor)

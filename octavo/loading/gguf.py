@@ -55,6 +55,7 @@ DEFAULT_ALIGNMENT, MIN_ALIGNMENT, MAX_ALIGNMENT = 32, 8, 2**20
 
 MAX_LAYERS = 1024  # as in a config.json
 SINGLE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, which is stored as a vector
+OF_HEADS = (".attn_k_b.weight", ".attn_v_b.weight")  # matrices of all heads, which are stored as [heads, rows, columns]
 CONVOLUTION = ".ssm_conv1d.weight"  # [channels, 1, width], which is stored as a matrix
 
 _U32 = struct.Struct("<I")
@@ -268,6 +269,8 @@ def weights_in(tensor: GGUFTensor, name: str, source: str) -> dict[str, GGUFTens
             shape = (1, *shape)
         elif tensor.name.endswith(CONVOLUTION) and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
+        elif tensor.name.endswith(OF_HEADS) and len(shape) == 3:
+            shape = (shape[0] * shape[1], shape[2])
         return {name: replace(tensor, shape=shape)}
     if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS or (Rules.layer(name) or 0) >= MAX_LAYERS:
         raise LoadError(f"{source}: {_shown(tensor.name)} has shape {list(tensor.shape)}, which is not a weight of each expert")
@@ -286,6 +289,7 @@ class GGUFModel(NamedTuple):
     config: dict[str, Any]
     orders: Mapping[str, RowOrder]  # see `GGUFForm`
     columns: Mapping[str, RowOrder]
+    turned: Mapping[str, int]
     tensors: dict[str, GGUFTensor]  # of the model: without those of layers that predict further tokens
 
 
@@ -328,7 +332,8 @@ def read_gguf_model(
     of_model = _of_model(tensors, keys)
     config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
     columns = {} if form.columns is None else form.columns(architecture, config)
-    return GGUFModel(family, config, form.orders(architecture, config), columns, of_model)
+    turned = {} if form.turned is None else form.turned(architecture, config)
+    return GGUFModel(family, config, form.orders(architecture, config), columns, turned, of_model)
 
 
 def _of_model(tensors: Mapping[str, GGUFTensor], keys: GGUFKeys) -> dict[str, GGUFTensor]:

@@ -246,6 +246,15 @@ class NativeWeights:
             return pack_float(self._library, weight.contiguous().numpy(), self._kind, biases, rows=rows)
         return self._pack_codes(weight, biases, rows)
 
+    def heads(self, module: str, heads: int, turned: bool = False) -> PackedMatrix:
+        """Returns a matrix for each head, in separate panels and as floats. With `turned`, rows and columns of each head change places."""
+        name = f"{module}.weight"
+        floats = self._parameters.floats(name)
+        if turned:
+            floats = floats.unflatten(0, (heads, -1)).transpose(1, 2).flatten(0, 1)
+        order = _panel_order(len(floats), False, heads)
+        return pack_float(self._library, floats.contiguous().numpy(), self._kind, rows=None if order is None else order.numpy())
+
     def _pack_blocks(self, parts: list[Blocks], order: Tensor | None, bias: str) -> PackedMatrix:
         """Packs blocks of a GGUF file without an intermediate copy, with the same result as through `PackedWeight`."""
         factor = max(factor_for(part.name, largest_of_blocks(part.raw, part.kind, self._library)) for part in parts)

@@ -266,9 +266,12 @@ class ModelShape:
         return lay_out(self.model, ITEM_BYTES[dtype], self._forms(quantization, device))
 
     def expands(self, one: Kept, quantization: Quantization) -> bool:
-        """Whether some of its parts are quantised in the file, but it is stored as floats, because they cannot be merged or split."""
+        """Whether some of its parts are quantised in the file, but it is stored as floats, because they cannot be merged or split.
+
+        Matrices of heads are always floats.
+        """
         stored = {weight.name for weight in self.weights if weight.codes is not None}
-        return quantization == "auto" and one.codes is None and not stored.isdisjoint(one.matrix.parts)
+        return quantization == "auto" and one.codes is None and not one.matrix.heads and not stored.isdisjoint(one.matrix.parts)
 
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
         """Returns the format of each weight after reading, for a CPU or a GPU."""

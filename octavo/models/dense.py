@@ -1,4 +1,4 @@
-"""The torch module of every decoder. `dense_family.py` defines its options, and each family selects them. A layer has either mixer.
+"""The torch module of every decoder. `dense_family.py` defines its options, and each family selects them. A layer has one of three mixers.
 
 A decode step of a small batch runs a layer as few fused kernels (`SmallBatch`), and any other step as the layer's modules.
 """
@@ -30,6 +30,7 @@ from octavo.kernels.ops import (
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD  # only rules: this module does not import triton
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.delta_net import DeltaNet
+from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import LayerNorm, Linear, Norm, RMSNorm
 from octavo.layers.mlp import MLP, Mixture, Routing
 from octavo.model_config import RopeConfig
@@ -38,30 +39,33 @@ from octavo.models.dense_family import DenseConfig
 from octavo.models.description import MLPShape, NormShape
 from octavo.quant.schemes import UNQUANTIZED, Fp8, Packed, QuantScheme, Unquantized
 
+Mixer = Attention | LatentAttention | DeltaNet
+
 
 class DenseLayer(nn.Module):
     """A mixer, then the MLP. Norms are before a sub-layer, after it, or both; without one before, it reads the stream itself."""
 
     def __init__(
-        self, config: DenseConfig, layer: int, mixer: Attention | DeltaNet, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+        self, config: DenseConfig, layer: int, mixer: Mixer, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
     ) -> None:
         super().__init__()
         shape = config.layers[layer]
         before, after = shape.norms != "after", shape.norms != "before"
         self.layer, self.residual_scale = layer, shape.residual_scale
         self.attention_norm = build_norm(config, shape.norm, dtype) if before else None
-        self.attention = mixer if isinstance(mixer, Attention) else None
+        self.attention = None if isinstance(mixer, DeltaNet) else mixer
         self.delta_net = mixer if isinstance(mixer, DeltaNet) else None
         self.attention_after_norm = build_norm(config, shape.norm, dtype) if after else None
         self.mlp_norm = build_norm(config, shape.norm, dtype) if before else None
         self.mlp = build_mlp(shape.mlp, config.hidden_size, config.mlp_bias, scheme, dtype, comm)
         self.mlp_after_norm = build_norm(config, shape.norm, dtype) if after else None
         norms = self.attention_norm, self.attention_after_norm, self.mlp_norm, self.mlp_after_norm
-        self.small_batch = None if self.attention is None else SmallBatch(layer, self.attention, self.mlp, norms, self.residual_scale)
+        fuses = isinstance(mixer, Attention)
+        self.small_batch = SmallBatch(layer, cast(Attention, mixer), self.mlp, norms, self.residual_scale) if fuses else None
 
     @property
-    def mixer(self) -> Attention | DeltaNet:
-        return cast(Attention | DeltaNet, self.attention or self.delta_net)
+    def mixer(self) -> Mixer:
+        return cast(Mixer, self.attention or self.delta_net)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if self.small_batch is not None and batch.max_query == 1 and len(x) <= self.small_batch.rows:
@@ -96,11 +100,11 @@ class ParallelLayer(nn.Module):
     """Attention and the MLP read the same normed input, and both results are added."""
 
     def __init__(
-        self, config: DenseConfig, layer: int, mixer: Attention | DeltaNet, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+        self, config: DenseConfig, layer: int, mixer: Mixer, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
     ) -> None:
         super().__init__()
         shape = config.layers[layer]
-        assert isinstance(mixer, Attention), "a recurrent layer has its sub-layers one after the other"
+        assert isinstance(mixer, Attention), "a recurrent layer, and one with a latent, has its sub-layers one after the other"
         assert shape.norms == "before" and shape.residual_scale == 1, "sub-layers in parallel have one norm, before both"
         self.layer, self.comm = layer, comm
         self.attention_norm = build_norm(config, shape.norm, dtype)
@@ -134,11 +138,13 @@ def build_norm(config: DenseConfig, shape: NormShape, dtype: torch.dtype) -> Nor
 def build_mixer(
     config: DenseConfig, layer: int, ropes: Mapping[RopeConfig | None, Rope], backend: NewBackend, scheme: QuantScheme, dtype: torch.dtype,
     comm: Comm,
-) -> Attention | DeltaNet:  # fmt: skip
+) -> Mixer:  # fmt: skip
     own = config.layers[layer].mixer
     if isinstance(own, DeltaNetSpec):
         return DeltaNet(own, config.hidden_size, scheme, dtype, comm)
     spec = config.attention(layer)
+    if spec.latent is not None:
+        return LatentAttention(spec, config.hidden_size, ropes[spec.rope], backend, scheme, dtype, comm)
     bias, norm_dtype = (config.qkv_bias, config.output_bias), torch.float32 if config.wide_norms else dtype
     return Attention(spec, config.hidden_size, bias, config.norm.eps, ropes[spec.rope], backend, scheme, dtype, comm, norm_dtype)
 
@@ -147,8 +153,11 @@ def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme
     """Returns the MLP of a layer of this shape, or the MoE."""
     if (experts := shape.experts) is not None:
         assert shape.activation != "gelu", "experts have a gate"
-        routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
-        return Mixture(hidden_size, shape.inner, experts.shared_inner, routing, shape.activation, bias, scheme, dtype, comm)
+        in_groups = None if experts.plain else (experts.groups, experts.chosen_groups)
+        choice = experts.count, experts.chosen, experts.scores, experts.normed
+        routing = Routing(*choice, experts.held, in_groups, experts.biased, experts.scale)
+        sizes = hidden_size, shape.inner, experts.shared_inner
+        return Mixture(*sizes, routing, shape.activation, bias, scheme, dtype, comm, experts.shared_gated)
     return MLP(hidden_size, shape.inner, bias, scheme, dtype, comm, shape.activation)
 
 

@@ -16,8 +16,8 @@ from octavo.attention.mixer import MixerSpec
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    # its name in plans: qkv, output, gate_up, down, head; in an MoE layer: router, experts_gate_up, shared_down, ...; in a recurrent layer
-    # instead of qkv: delta_in, delta_gates
+    # its name in plans: qkv, output, gate_up, down, head; in an MoE layer: router, experts_gate_up, shared_down, ...; instead of qkv in a
+    # recurrent layer: delta_in, delta_gates; with a latent: latent_in, latent_q, latent_k, latent_v
     name: str
     module: str  # its path in the model: layers.3.attention.qkv
     parts: dict[str, int]  # weight in the checkpoint -> rows
@@ -27,6 +27,7 @@ class Matrix:
     split: Literal["rows", "columns"] | None = None  # the dimension along which ranks may share it; merged parts are split one by one
     gated: bool = False  # its two parts are a gate and the projection that the gate multiplies
     vocabulary: bool = False  # its rows are the tokens of the vocabulary
+    heads: int = 0  # of a stack of heads: their number
     # weight in the checkpoint -> rows of each section, if it has several, such as q, k and v: they are split one by one
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -47,7 +48,7 @@ class Matrix:
 @dataclass(frozen=True, slots=True)
 class Vector:
     # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm, embedding_norm; in a recurrent layer:
-    # delta_conv, delta_decay, delta_dt_bias, delta_norm
+    # delta_conv, delta_decay, delta_dt_bias, delta_norm; in an MoE layer: expert_bias
     name: str
     module: str  # layers.3.attention_norm
     size: int
@@ -62,21 +63,36 @@ class Vector:
 
 
 EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are the matrices of all experts in sequence
+HEAD_STACKS = ("latent_k", "latent_v")  # matrices of all heads in sequence, which are always floats
 # silu(gate) * up, tanh-gelu(gate) * up, as in gpt-oss: both clamped, or tanh-gelu(up) without a gate
 Activation = Literal["swiglu", "geglu", "clamped", "gelu"]
-Scores = Literal["all", "chosen"]  # softmax over the logits of all experts, or over those of the chosen ones
+Scores = Literal["all", "chosen", "sigmoid"]  # softmax over the logits of all experts, or over those of the chosen ones; or of each alone
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """An MoE layer: a router selects some of many MLPs for each token, and weights their results."""
+    """An MoE layer: a router selects some of many MLPs for each token, and weights their results.
+
+    If experts are in groups, only those of the best groups are selected. The score of a group is that of its best expert, or with
+    sigmoids the sum of its best two.
+    """
 
     count: int
     chosen: int  # per token
     scores: Scores = "all"
     normed: bool = True  # the weights of the chosen experts are normalised to a sum of 1; with "chosen" scores they always are
-    shared_inner: int = 0  # width of one more MLP that every token passes through, with its own gate; 0: there is none
+    shared_inner: int = 0  # width of one more MLP that every token passes through; 0: there is none
+    shared_gated: bool = True  # it has a gate, which weights its result
+    groups: int = 1  # of equal size
+    chosen_groups: int = 1
+    biased: bool = False  # a bias of each expert is added to its score for the selection, but not for its weight
+    scale: float = 1.0  # factor on the weights
     ranks: int = 1  # ranks that share the experts: each has the same number of whole ones
+
+    @property
+    def plain(self) -> bool:
+        """Whether the best experts are selected by their logits alone."""
+        return self.scores != "sigmoid" and self.groups == 1 and not self.biased and self.scale == 1
 
     @property
     def held(self) -> int:

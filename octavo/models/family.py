@@ -181,7 +181,7 @@ class Rules:
         weights = {f"{self.checkpoint_module(module, part)}.weight": _sections(one) for part, one in by_part}
         parts = {weight: sum(sizes) for weight, sizes in weights.items()}
         sections = {weight: sizes for weight, sizes in weights.items() if len(sizes) > 1}
-        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, sections)
+        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, sections=sections)
 
 
 def parts_of_gguf(name: str) -> tuple[str, str]:
@@ -231,6 +231,8 @@ class GGUFForm:
     orders: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]]
     experts: bool = False  # files of these architectures with experts belong to this family, those without to another
     columns: Callable[[str, Mapping[str, Any]], Mapping[str, RowOrder]] | None = None  # like `orders`, for the order of columns
+        # like `orders`: the heads of tensors whose rows and columns have changed places in each head. They are read as floats
+    turned: Callable[[str, Mapping[str, Any]], Mapping[str, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

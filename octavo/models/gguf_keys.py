@@ -5,7 +5,7 @@ The common keys are read here and converted to those of a config.json, so that o
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -106,11 +106,18 @@ class GGUFKeys:
                 raise self.fail(self.prefix + name, f"{widths[0][1]} as {self.prefix}{widths[0][0]}")
         return widths[0][1] if widths else None
 
-    def rope(self) -> dict[str, Any]:
-        """Returns `rope_parameters` of a config.json. Scalings that these cannot express are refused."""
+    def flag(self, name: str, default: bool) -> bool:
+        key = self.prefix + name
+        value = self.metadata.get(key, default)
+        if type(value) is not bool:
+            raise self.fail(key, "true or false")
+        return value
+
+    def rope(self, also: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns `rope_parameters` of a config.json. Scalings that these cannot express are refused. `also`: keys that the family reads"""
         scaling = self.prefix + "rope.scaling."
         for key in self.metadata:
-            if key.startswith(scaling) and key.removeprefix(scaling) not in ROPE_SCALING_KEYS:
+            if key.startswith(scaling) and key.removeprefix(scaling) not in (*ROPE_SCALING_KEYS, *also):
                 raise LoadError(f"{self.source}: {key[:80]} is not supported")
         rope: dict[str, Any] = {"rope_theta": self.number("rope.freq_base", 10000.0), "rope_type": "default"}
         kind = self.metadata.get(scaling + "type", "none")

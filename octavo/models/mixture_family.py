@@ -35,7 +35,7 @@ from octavo.models.dense_family import (
     read_layer_types,
     read_window,
 )
-from octavo.models.description import EXPERT_STACKS, Experts, Matrix, MLPShape, ModelDescription
+from octavo.models.description import EXPERT_STACKS, HEAD_STACKS, Experts, Matrix, MLPShape, ModelDescription
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.split import Shared
@@ -43,6 +43,7 @@ from octavo.models.split import Shared
 MOST_OF_ALL_LAYERS = 2**17  # experts: several times as many as any model has, and a bound on names
 MATRICES = {  # all names of matrices in the descriptions of dense decoders, with experts or without
     "qkv", "output", "gate_up", "down", "head", "router", *EXPERT_STACKS, "shared_gate_up", "shared_down", "shared_gate",
+    "latent_in", "latent_q", *HEAD_STACKS,
 }  # fmt: skip
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
 
@@ -157,15 +158,17 @@ def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matr
         *found,
         rules.matrix("shared_gate_up", "layers.*.mlp.shared.gate_up", shared_halves, hidden, layer, split="rows", gated=True),
         rules.matrix("shared_down", "layers.*.mlp.shared.down", hidden, shared_inner, layer, split="columns"),
-        rules.matrix("shared_gate", "layers.*.mlp.shared_gate", 1, hidden, layer),
+        *([rules.matrix("shared_gate", "layers.*.mlp.shared_gate", 1, hidden, layer)] if experts.shared_gated else []),
     ]
 
 
 # -- ranks and stages
 
 
-def shared(config: DenseConfig, size_key: str = "intermediate_size") -> dict[str, Shared]:
-    """Every expert is split, unless ranks have whole ones. `size_key`: of the width of an expert"""
+def shared(
+    config: DenseConfig, size_key: str = "intermediate_size", shared_key: str = "shared_expert_intermediate_size"
+) -> dict[str, Shared]:
+    """Every expert is split, unless ranks have whole ones. `size_key`, `shared_key`: of the width of an expert, and of the shared one"""
     mlps = [layer.mlp for layer in config.layers]
     plain = next((mlp for mlp in mlps if mlp.experts is None), None)
     inner, experts = next((mlp.inner, mlp.experts) for mlp in mlps if mlp.experts is not None)
@@ -176,7 +179,7 @@ def shared(config: DenseConfig, size_key: str = "intermediate_size") -> dict[str
     if experts.ranks == 1:
         found["expert_inner"] = Shared(size_key, inner)
     if experts.shared_inner:
-        found["shared_inner"] = Shared("shared_expert_intermediate_size", experts.shared_inner)
+        found["shared_inner"] = Shared(shared_key, experts.shared_inner)
     return found
 
 

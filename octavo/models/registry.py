@@ -10,8 +10,11 @@ from octavo.model_config import ConfigReader, ModelConfig
 from octavo.models import (
     bloom_family,
     cohere_family,
+    deepseek_v2_family,
+    deepseek_v3_family,
     gemma_family,
     glm_family,
+    glm_lite_family,
     gpt_oss_family,
     granite_family,
     llama_family,
@@ -51,6 +54,9 @@ register(glm_family.FAMILY)
 register(bloom_family.FAMILY)
 register(qwen35_family.FAMILY)
 register(qwen3_next_family.FAMILY)
+register(deepseek_v2_family.FAMILY)
+register(deepseek_v3_family.FAMILY)
+register(glm_lite_family.FAMILY)
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = 80  # longer than the name of any architecture of transformers

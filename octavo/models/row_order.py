@@ -1,6 +1,6 @@
 """The order of a projection's rows in a file, where it is not the order of the model. It uses no torch.
 
-    interleaved   a head rotates pairs of rows: in the file (2i, 2i + 1), in the model (i, i + d/2), of the first d rows that are rotated
+    interleaved   a head rotates pairs of rows: in the file (2i, 2i + 1), in the model (i, i + d/2), of the d rows that are rotated
     by head       q, k and v are one weight: in the file [heads][q k v][head_dim], in the model [q k v][heads][head_dim]
     of group      one weight holds rows of several modules: in the file [heads][q gate][head_dim], for each module [heads][head_dim]
     tiled         v heads of a k head are neighbours in the model, and in the file every `k_heads`-th: 0 2 4 1 3 5 for 0 1 2 3 4 5
@@ -32,15 +32,17 @@ class RowOrder(Protocol):
 class Interleaved:
     heads: int
     rotated: int | None = None  # rows of a head, the first ones; None: all
+    before: int = 0  # rows of a head before those
 
     def fits(self, count: int) -> bool:
-        return count % (2 * self.heads) == 0
+        size, rest = divmod(count, self.heads)
+        return rest == 0 and size >= self.before + (self.rotated or 0) and (size - self.before) % 2 == 0
 
     def places(self, count: int) -> Places:
         rows = np.arange(count).reshape(self.heads, -1)
-        rotated = rows.shape[1] if self.rotated is None else self.rotated
-        pairs = rows[:, :rotated].reshape(self.heads, -1, 2)
-        return np.concatenate([pairs[:, :, 0], pairs[:, :, 1], rows[:, rotated:]], axis=1).reshape(-1)
+        end = rows.shape[1] if self.rotated is None else self.before + self.rotated
+        pairs = rows[:, self.before : end].reshape(self.heads, -1, 2)
+        return np.concatenate([rows[:, : self.before], pairs[:, :, 0], pairs[:, :, 1], rows[:, end:]], axis=1).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

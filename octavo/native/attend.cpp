@@ -175,7 +175,7 @@ void attend_all(const Model &model, int layer, const Step &step, const float *qk
     const Layer &one = model.layers[layer];
     const StepTasks tasks(model, step);
     float *partials = partials_for(tasks);
-    Target target{out, nullptr, int64_t(one.heads) * one.head_dim};
+    Target target{out, nullptr, one.heads * value_dim(one)};
     work([&](Worker &me) { attend(model, one, step, tasks.of(layer), qkv, target, partials, me); });
 }
 

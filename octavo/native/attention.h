@@ -133,6 +133,7 @@ void by_pieces(const Task &task, const Results &results, int64_t earliest, float
     }
 }
 
+inline int64_t whole_lanes(int64_t dim) { return (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT; }
 inline int64_t cache_item(const Model &model) { return model.cache_kind == OCTAVO_F32 ? 4 : model.cache_kind == OCTAVO_Q8 ? 1 : 2; }
 
 // Loads a head from the cache as floats, with zeros up to `width`.
@@ -153,7 +154,8 @@ struct FloatTile {  // 64 keys of one kv head
     int64_t count;
 };
 
-// Loads the keys [from, end) of a row that are in the tile from `begin` on, through its block table. memory: [2][KEYS][width]
+// Loads the keys [from, end) of a row that are in the tile from `begin` on, through its block table. The first numbers of a key with a latent
+// are its value. memory: [2][KEYS][width]
 inline void load_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t from, int64_t end,
                       int64_t width, float *memory, FloatTile &tile) {
     const int64_t bytes = layer.head_dim * cache_item(model);
@@ -163,9 +165,9 @@ inline void load_tile(const Model &model, const Layer &layer, const int32_t *tab
     const int64_t first = from - begin;
     tile.count = std::min<int64_t>(KEYS, end - begin);
     for (int64_t i = first; i < tile.count; i++) {
-        head[i] = slots.next() * layer.kv_heads + kv_head;
+        head[i] = slots.next() * cached_heads(layer) + (layer.latent ? 0 : kv_head);
         tile.keys[i] = in_place ? (const float *)layer.k_cache + head[i] * width : memory + i * width;
-        tile.values[i] = in_place ? (const float *)layer.v_cache + head[i] * width : memory + (KEYS + i) * width;
+        tile.values[i] = layer.latent ? tile.keys[i] : in_place ? (const float *)layer.v_cache + head[i] * width : memory + (KEYS + i) * width;
     }
     auto skip = [&](int64_t i) { tile.keys[i] = tile.keys[first], tile.values[i] = tile.values[first]; };  // any valid key: its weight is 0
     for (int64_t i = 0; i < first; i++) skip(i);
@@ -174,10 +176,10 @@ inline void load_tile(const Model &model, const Layer &layer, const int32_t *tab
     for (int64_t i = first; i < tile.count && !in_place; i++) {
         for (int64_t at = 0; i + AHEAD < tile.count && at < bytes; at += 64) {
             __builtin_prefetch(place(layer.k_cache, i + AHEAD) + at);
-            __builtin_prefetch(place(layer.v_cache, i + AHEAD) + at);
+            if (!layer.latent) __builtin_prefetch(place(layer.v_cache, i + AHEAD) + at);
         }
         load_head(model, layer.head_dim, place(layer.k_cache, i), scaled ? layer.k_scale[head[i]] : 1.0f, width, memory + i * width);
-        load_head(model, layer.head_dim, place(layer.v_cache, i), scaled ? layer.v_scale[head[i]] : 1.0f, width, memory + (KEYS + i) * width);
+        if (!layer.latent) load_head(model, layer.head_dim, place(layer.v_cache, i), scaled ? layer.v_scale[head[i]] : 1.0f, width, memory + (KEYS + i) * width);
     }
 }
 
@@ -283,9 +285,10 @@ inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t
         for (int i = 0; i < D; i++) store(acc[r][i], sums + r * width + d + i * LANE_COUNT);
 }
 
-// R queries against a tile. q, sums: [R][width]. Not inlined: in one function with all R, the compiler would unroll less.
+// R queries against a tile. q: [R][width]; sums: [R][value_width]. Not inlined: in one function with all R, the compiler would unroll less.
 template <int R>
-__attribute__((noinline)) void attend_tile(const FloatTile &tile, const float *q, int64_t width, const Sight *sight, float scale, float cap, Online *states, float *sums) {
+__attribute__((noinline)) void attend_tile(const FloatTile &tile, const float *q, int64_t width, int64_t value_width, const Sight *sight, float scale, float cap,
+                                           Online *states, float *sums) {
     alignas(64) float scores[R][KEYS];
     float shrink[R];
     int64_t first, last;
@@ -294,8 +297,8 @@ __attribute__((noinline)) void attend_tile(const FloatTile &tile, const float *q
     for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], sight[r], scale, cap);
     const int D = PARTS == 1 ? 2 : 1;  // enough independent sums that none waits for the previous one
     int64_t d = 0;
-    for (; d + D * LANE_COUNT <= width; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, width, scores, shrink, sums);
-    for (; d < width; d += LANE_COUNT) add_values<R, 1>(tile, first, last, d, width, scores, shrink, sums);
+    for (; d + D * LANE_COUNT <= value_width; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, value_width, scores, shrink, sums);
+    for (; d < value_width; d += LANE_COUNT) add_values<R, 1>(tile, first, last, d, value_width, scores, shrink, sums);
 }
 
 template <int R, class... Arguments> inline void attend_rows(int64_t rows, const Arguments &...arguments) {
@@ -307,12 +310,12 @@ template <int R, class... Arguments> inline void attend_rows(int64_t rows, const
 // Queries against the keys of a row, through its block table. scratch: a tile; queries and results of the task.
 void attend_floats(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                    void *scratch) {
-    const int64_t dim = layer.head_dim, group = layer.heads / layer.kv_heads, heads = read_heads(layer);
-    const int64_t width = (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT, count = task.queries * group;
+    const int64_t dim = layer.head_dim, values = value_dim(layer), group = layer.heads / layer.kv_heads, heads = read_heads(layer);
+    const int64_t width = whole_lanes(dim), value_width = whole_lanes(values), count = task.queries * group;
     const int32_t *table = table_of(layer, step, task.row);
-    float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width, *joined = sums + count * width;
-    Online *states = (Online *)(joined + count * width);
-    const Results results{count, count, dim, width, sums, joined, states, states + count};
+    float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width, *joined = sums + count * value_width;
+    Online *states = (Online *)(joined + count * value_width);
+    const Results results{count, count, values, value_width, sums, joined, states, states + count};
     int64_t earliest = INT64_MAX;
     for (int64_t i = 0; i < count; i++) {
         const float *q = qkv + (task.token_of(i / group) * heads + task.kv_head * group + i % group) * dim;
@@ -329,8 +332,8 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
                 const int64_t position = step.cache_index[task.token_of((i + r) / group)], head = task.kv_head * group + (i + r) % group;
                 sight[r] = sight_of(layer, head, position, begin, tile.count);
             }
-            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const Sight *)sight, layer.attention_scale, layer.soft_cap,
-                                         states + i, sums + i * width);
+            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, value_width, (const Sight *)sight, layer.attention_scale,
+                                         layer.soft_cap, states + i, sums + i * value_width);
         }
     };
     by_pieces(task, results, earliest, partials, attend, [] {});

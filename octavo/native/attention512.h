@@ -22,7 +22,7 @@ struct Tile {                     // 64 keys of one kv head
 };
 
 inline bool fits_512(const Model &model, const Layer &layer) {
-    return (model.cache_kind == OCTAVO_BF16 || model.cache_kind == OCTAVO_Q8) && layer.head_dim % 32 == 0 && layer.head_dim <= MOST_DIM;
+    return !layer.latent && (model.cache_kind == OCTAVO_BF16 || model.cache_kind == OCTAVO_Q8) && layer.head_dim % 32 == 0 && layer.head_dim <= MOST_DIM;
 }
 
 inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {

@@ -17,7 +17,9 @@ namespace {
 const float QUERY_ROOM = 128;    // for 64 products of the largest numbers, and rounding
 const float ROOM = 64;           // for 32 of them
 
-inline bool fits_halves(const Model &model, const Layer &layer) { return model.cache_kind == OCTAVO_F16 && layer.head_dim % LANE_COUNT == 0; }
+inline bool fits_halves(const Model &model, const Layer &layer) {
+    return !layer.latent && model.cache_kind == OCTAVO_F16 && layer.head_dim % LANE_COUNT == 0;
+}
 
 struct HalfTile {                // 64 keys of one kv head
     const float16_t *keys[KEYS], *values[KEYS];

@@ -170,6 +170,20 @@ int octavo_attend(const Model *model, int layer, const Step *step, const float *
     });
 }
 
+int octavo_absorb(const Model *model, int layer, const float *down, float *qkv, int64_t tokens) {
+    return with_buffers([&] {
+        absorb_all(model->layers[layer], down, qkv, tokens);
+        return 0;
+    });
+}
+
+int octavo_expand(const Model *model, int layer, const float *latents, float *out, int64_t tokens) {
+    return with_buffers([&] {
+        expand_all(model->layers[layer], latents, out, tokens);
+        return 0;
+    });
+}
+
 int octavo_delta_net(const Model *model, int layer, const Step *step, const float *qkvz, const float *gates, float *out) {
     return with_buffers([&] {
         recur_all(*model->layers[layer].delta_net, *step, qkvz, gates, out);

@@ -35,6 +35,8 @@ void gate_up_all(const Matrix &matrix, int activation, const float *x, float *y,
 void mix_all(const Mixture &mixture, int activation, const float *x, float *y, int64_t tokens);
 void cap_all(const Model &model, float *logits, int64_t count);
 void recur_all(const DeltaNet &net, const Step &step, const float *qkvz, const float *gates, float *out);
+void absorb_all(const Layer &layer, const float *down, float *qkv, int64_t tokens);
+void expand_all(const Layer &layer, const float *latents, float *out, int64_t tokens);
 void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out);
 
 }  // namespace octavo

@@ -69,7 +69,7 @@ void cap_values(float *values, float scale, float cap, int64_t count) {
 }
 
 void store_head(const Model &model, const Layer &layer, const float *head, void *cache, float *scales, int64_t slot, int64_t kv_head) {
-    int64_t dim = layer.head_dim, place = (slot * layer.kv_heads + kv_head) * dim;
+    int64_t dim = layer.head_dim, place = (slot * cached_heads(layer) + kv_head) * dim;
     if (model.cache_kind == OCTAVO_F32) {
         memcpy((float *)cache + place, head, dim * sizeof(float));
     } else if (model.cache_kind == OCTAVO_BF16) {
@@ -84,12 +84,22 @@ void store_head(const Model &model, const Layer &layer, const float *head, void 
         float largest = largest_of(head, dim);
         float inverse = largest > 0 ? 127 / largest : 0.0f;
         for (int64_t i = 0; i < dim; i++) ((int8_t *)cache)[place + i] = int8_t(nearbyintf(head[i] * inverse));
-        scales[slot * layer.kv_heads + kv_head] = largest / 127;
+        scales[slot * cached_heads(layer) + kv_head] = largest / 127;
     }
+}
+
+// Norms the latent of a token, rotates the ends of its q heads and of its key, in place, and stores the key in the cache.
+void write_latent(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token) {
+    const int64_t dim = layer.head_dim, half = layer.rotary_dim / 2, latent = value_dim(layer), position = step.positions[token];
+    float *heads = qkv + token * read_heads(layer) * dim, *key = heads + layer.heads * dim;
+    add_norm_generic(key, nullptr, layer.k_norm, key, latent);
+    for (float *head = heads; head <= key; head += dim) rotate(head + latent, layer.cos + position * half, layer.sin + position * half, half);
+    store_head(model, layer, key, layer.k_cache, layer.k_scale, step.slots[layer.cache_group * step.slot_stride + token], 0);
 }
 
 // Norms and rotates the q and k heads of a token, in place, and stores its k and v in the cache.
 void write_generic(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token) {
+    if (layer.latent) return write_latent(model, layer, step, qkv, token);
     const int64_t dim = layer.head_dim, half = layer.rotary_dim / 2, slot = step.slots[layer.cache_group * step.slot_stride + token];
     const int64_t position = step.positions[token];
     float *heads = qkv + token * read_heads(layer) * dim, *keys = heads + layer.heads * dim, *values = keys + layer.kv_heads * dim;

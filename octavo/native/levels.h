@@ -55,7 +55,7 @@ static inline void put(const float *values, const Target &target, int64_t row, i
 // of PIECE, so the result does not depend on the task that computes a piece, or on the other queries there.
 const int64_t PIECE = 256;
 
-struct Task {                // attention of one kv head for some queries over keys of one row
+struct Task {                // attention of one kv head, or of a group of heads over latents, for some queries over keys of one row
     int64_t row, token, queries;      // the row of the keys; the first token, and the number of queries
     const int32_t *tokens;            // or null: the queries are consecutive
     int64_t kv_head;
@@ -76,8 +76,14 @@ inline int64_t first_seen(const Layer &layer, int64_t position) {
 
 inline float slope_of(const Layer &layer, int64_t head) { return layer.alibi ? layer.alibi[head] : 0.0f; }
 
-// The heads in a row of `qkv`: of q, k and v, and gates.
-inline int64_t read_heads(const Layer &layer) { return (layer.output_gate ? 2 : 1) * layer.heads + 2 * layer.kv_heads; }
+// The heads in a row of `qkv`: of q, k and v, and gates; with a latent, of q and the key.
+inline int64_t read_heads(const Layer &layer) {
+    return layer.latent ? layer.heads + 1 : (layer.output_gate ? 2 : 1) * layer.heads + 2 * layer.kv_heads;
+}
+
+// The heads of a key in the cache, and the numbers of a value.
+inline int64_t cached_heads(const Layer &layer) { return layer.latent ? 1 : layer.kv_heads; }
+inline int64_t value_dim(const Layer &layer) { return layer.latent ? layer.head_dim - layer.rotary_dim : layer.head_dim; }
 
 // The number of columns that the activation makes of a product with gates and ups, or with ups alone.
 inline int64_t activated(const Matrix &matrix, int activation) { return activation == OCTAVO_GELU ? matrix.n : matrix.n / 2; }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "scalar.h"
+#include "stack.h"
 
 namespace octavo {
 
@@ -28,39 +29,12 @@ struct Job {  // a product with the weights of one expert
 
 static RowBuffer routed_, weighed_, read_, sorted_, inner_;  // input rows of the router, shared gate, experts (unsorted, sorted) and down
 static RowBuffer shared_read_, shared_inner_;
-static Buffer scores_, gates_, chosen_, source_, gated_, made_, shared_gated_, shared_made_;
+static const int MOST_GROUPS = 1024;    // as many as there are experts at most
+static Buffer scores_, ranked_, gates_, chosen_, source_, gated_, made_, shared_gated_, shared_made_;
 static std::vector<Job> ups_, downs_;  // each with one extra entry, which marks the end
 static std::vector<int64_t> begin_;    // the first sorted row of each expert, and the end
 static std::vector<int64_t> next_;     // the next sorted row of each expert, while rows are assigned
 static int64_t used_;                  // number of sorted rows
-
-static int64_t bits_of(const Matrix &matrix) {
-    return matrix.kind == OCTAVO_F32 ? 32 : matrix.kind == OCTAVO_Q8 ? 8 : matrix.kind == OCTAVO_Q4 ? 4 : 16;
-}
-
-// The matrix of one of `held` experts; n: its rows, without padding of the last panel
-static Matrix expert_of(const Matrix &all, int64_t expert, int64_t held, int64_t n) {
-    Matrix one = all;
-    const int64_t rows = all.n / held, numbers = expert * rows * padded(all);
-    one.n = n;
-    one.data = static_cast<const char *>(all.data) + numbers * bits_of(all) / 8;
-    if (has_codes(all)) one.scale = all.scale + numbers / all.group, one.offset = all.offset + numbers / all.group;
-    if (all.bias) one.bias = all.bias + expert * rows;
-    return one;
-}
-
-static int64_t row_bytes(const Rows &rows) { return rows.stride * (rows.form == Form::FLOAT ? 4 : rows.form == Form::INT8 ? 1 : 2); }
-
-static Rows some_rows(const Matrix &matrix, const Rows &all, int64_t first, int64_t count) {
-    const int64_t spans = all.stride / span_of(matrix);
-    Rows some = all;
-    some.rows = count;
-    some.codes = all.codes + first * row_bytes(all);  // all three point to the same bytes
-    some.values = reinterpret_cast<float *>(some.codes), some.halves = reinterpret_cast<uint16_t *>(some.codes);
-    if (all.scale) some.scale = all.scale + first * spans;
-    if (all.sum) some.sum = all.sum + first * spans;
-    return some;
-}
 
 static void copy_row(const Matrix &matrix, const Rows &from, int64_t row, const Rows &to, int64_t place) {
     const int64_t spans = from.stride / span_of(matrix), bytes = row_bytes(from);
@@ -84,6 +58,7 @@ struct Mixing {
     Rows shared_read() const { return shared_read_.get(mixture.shared_gate_up, tokens, tokens); }
     Rows shared_inner() const { return shared_inner_.get(mixture.shared_down, tokens, tokens); }
     float *scores() const { return scores_.get<float>(tokens * mixture.count); }
+    float *ranked() const { return ranked_.get<float>(tokens * mixture.count); }  // what experts are chosen by, if not by their scores alone
     float *gates() const { return gates_.get<float>(tokens); }
     Chosen *chosen() const { return chosen_.get<Chosen>(places); }
     int64_t *source() const { return source_.get<int64_t>(places); }  // sorted row -> token
@@ -93,32 +68,79 @@ struct Mixing {
     Target shared_gated() const {
         return target_of(mixture.shared_down, shared_inner(), shared_gated_.get<float>(tokens * mixture.shared_down.k));
     }
-
-private:
-    // With an extra block of rows at the end: an expert's rows can start anywhere, and tiles read whole blocks.
-    static Rows whole_blocks(RowBuffer &buffer, const Matrix &matrix, int64_t count, int64_t each) {
-        Rows rows = buffer.get(matrix, count + 32, each);
-        rows.rows = count;
-        return rows;
-    }
 };
 
+static bool ranks_scores(const Mixture &mixture) { return mixture.bias || mixture.chosen_groups < mixture.groups; }
+
+// Experts of a group that is not one of the best get rank -infinity. The lower group is the better one in a tie.
+static void drop_groups(const Mixture &mixture, float *ranked) {
+    const int32_t size = mixture.count / mixture.groups;
+    float best[MOST_GROUPS];
+    for (int32_t group = 0; group < mixture.groups; group++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (const float *one = ranked + group * size, *end = one + size; one < end; one++) {
+            if (*one > first) second = first, first = *one;
+            else if (*one > second) second = *one;
+        }
+        best[group] = mixture.sigmoid ? first + second : first;
+    }
+    for (int32_t group = 0; group < mixture.groups; group++) {
+        int32_t better = 0;
+        for (int32_t other = 0; other < mixture.groups; other++) better += best[other] > best[group] || (best[other] == best[group] && other < group);
+        if (better >= mixture.chosen_groups) std::fill(ranked + group * size, ranked + (group + 1) * size, -INFINITY);
+    }
+}
+
+// Returns what the experts of a token are chosen by, the larger the better.
+static const float *rank(const Mixing &mixing, int64_t token) {
+    const Mixture &mixture = mixing.mixture;
+    float *scores = mixing.scores() + token * mixture.count;
+    if (mixture.sigmoid)
+        for (int32_t expert = 0; expert < mixture.count; expert++) scores[expert] = 1.0f / (1.0f + fast_exp(-scores[expert]));
+    if (!ranks_scores(mixture)) return scores;
+    float *ranked = mixing.ranked() + token * mixture.count;
+    for (int32_t expert = 0; expert < mixture.count; expert++) ranked[expert] = scores[expert] + (mixture.bias ? mixture.bias[expert] : 0.0f);
+    if (mixture.chosen_groups < mixture.groups) drop_groups(mixture, ranked);
+    return ranked;
+}
+
 // Selects the best experts, the lower number first in a tie. If scores are NaN, some experts are selected and the result is NaN.
-static void choose(const Mixture &mixture, const float *scores, Chosen *chosen) {
+static void choose(const Mixture &mixture, const float *ranked, Chosen *chosen) {
     const int32_t most = mixture.chosen;
     for (int32_t expert = 0, held = 0; expert < mixture.count; expert++) {
         int32_t at = held;
-        while (at > 0 && scores[expert] > scores[chosen[at - 1].expert]) at--;
+        while (at > 0 && ranked[expert] > ranked[chosen[at - 1].expert]) at--;
         if (at == most) continue;
         for (int32_t i = std::min(held, most - 1); i > at; i--) chosen[i] = chosen[i - 1];
         chosen[at].expert = expert;
         held = std::min(held + 1, most);
     }
-    const float largest = scores[chosen[0].expert];
-    float total = 0, all = 0;
-    for (int32_t i = 0; i < most; i++) total += chosen[i].weight = fast_exp(scores[chosen[i].expert] - largest);
-    for (int32_t expert = 0; expert < mixture.count; expert++) all += fast_exp(scores[expert] - largest);
-    for (int32_t i = 0; i < most; i++) chosen[i].weight /= mixture.over_all && !mixture.normed ? all : total;
+}
+
+// Computes the weights of the chosen experts.
+static void weigh(const Mixture &mixture, const float *scores, Chosen *chosen) {
+    const int32_t most = mixture.chosen;
+    float total = 0, all = 1;
+    if (mixture.sigmoid) {
+        for (int32_t i = 0; i < most; i++) total += chosen[i].weight = scores[chosen[i].expert];
+        total += 1e-20f;  // if all are 0
+    } else {
+        const float largest = mixture.chosen_groups < mixture.groups ? *std::max_element(scores, scores + mixture.count) : scores[chosen[0].expert];
+        for (int32_t i = 0; i < most; i++) total += chosen[i].weight = fast_exp(scores[chosen[i].expert] - largest);
+        all = 0;
+        for (int32_t expert = 0; expert < mixture.count; expert++) all += fast_exp(scores[expert] - largest);
+    }
+    const bool over_chosen = mixture.normed || !(mixture.over_all || mixture.sigmoid);
+    for (int32_t i = 0; i < most; i++) chosen[i].weight /= over_chosen ? total : all;
+    if (mixture.scale != 0)
+        for (int32_t i = 0; i < most; i++) chosen[i].weight *= mixture.scale;
+}
+
+static void choose_for(const Mixing &mixing, int64_t token) {
+    const Mixture &mixture = mixing.mixture;
+    Chosen *chosen = mixing.chosen() + token * mixture.chosen;
+    choose(mixture, rank(mixing, token), chosen);
+    weigh(mixture, mixing.scores() + token * mixture.count, chosen);
 }
 
 // Assigns every chosen expert its sorted row.
@@ -156,10 +178,10 @@ static void list_jobs(const Mixing &mixing) {
     for (int64_t expert = 0; expert < held; expert++) {
         const int64_t first = begin_[expert], count = begin_[expert + 1] - first, place = first * gated.stride;
         if (count == 0) continue;
-        add(expert_of(mixture.experts_gate_up, expert, held, up),
+        add(part_of(mixture.experts_gate_up, expert, held, up),
             some_rows(mixture.experts_gate_up, sorted, mixing.tokens > 1 ? first : 0, count),
             {gated.values + place, gated.halves ? gated.halves + place : nullptr, gated.stride},
-            expert_of(mixture.experts_down, expert, held, mixing.hidden), some_rows(mixture.experts_down, inner, first, count),
+            part_of(mixture.experts_down, expert, held, mixing.hidden), some_rows(mixture.experts_down, inner, first, count),
             mixing.made() + first * mixing.hidden);
     }
     ups_.push_back({{}, {}, {}, pairs}), downs_.push_back({{}, {}, {}, rows});
@@ -177,7 +199,7 @@ template <class Run> static void deal_jobs(const std::vector<Job> &jobs, int64_t
     });
 }
 
-static void weigh(const Mixing &mixing, float *y, int64_t token) {
+static void add_up(const Mixing &mixing, float *y, int64_t token) {
     const int64_t hidden = mixing.hidden;
     const Chosen *chosen = mixing.chosen() + token * mixing.mixture.chosen;
     float *sum = y + token * hidden;
@@ -194,6 +216,7 @@ void reserve_mixture(const Mixture &mixture, int64_t tokens) {
     const Mixing mixing{mixture, tokens};
     mixing.routed(), mixing.read(), mixing.sorted(), mixing.gated();
     mixing.scores(), mixing.chosen(), mixing.source(), mixing.made();
+    if (ranks_scores(mixture)) mixing.ranked();
     if (mixing.weighed) mixing.weighing(), mixing.gates();
     if (mixing.shared) mixing.shared_read(), mixing.shared_gated(), mixing.shared_made();
     const size_t held = size_t(mixture.held);
@@ -212,12 +235,12 @@ void mix(const Mixture &mixture, int activation, int64_t tokens, float *y, Worke
     const Mixing mixing{mixture, tokens};
     multiply(mixture.router, mixing.routed(), mixing.scores(), mixture.count, me);
     if (mixing.weighed) multiply(mixture.shared_gate, mixing.weighing(), mixing.gates(), 1, me);
-    auto choose_for = [&](int64_t token, int64_t end) {
-        for (; token < end; token++) choose(mixture, mixing.scores() + token * mixture.count, mixing.chosen() + token * mixture.chosen);
+    auto choose_some = [&](int64_t token, int64_t end) {
+        for (; token < end; token++) choose_for(mixing, token);
     };
-    if (tokens > TOKENS) me.deal(tokens, TOKENS, choose_for);
+    if (tokens > TOKENS) me.deal(tokens, TOKENS, choose_some);
     me.deal(1, 1, [&](int64_t, int64_t) {
-        if (tokens <= TOKENS) choose_for(0, tokens);
+        if (tokens <= TOKENS) choose_some(0, tokens);
         sort(mixing), list_jobs(mixing);
     });
     if (tokens > 1)
@@ -233,7 +256,7 @@ void mix(const Mixture &mixture, int activation, int64_t tokens, float *y, Worke
         kernels().product(job.matrix, job.rows, panel, end, job.to.values, job.to.stride, scratch(me.thread));
     });
     me.deal(tokens, TOKENS, [&](int64_t token, int64_t end) {
-        for (; token < end; token++) weigh(mixing, y, token);
+        for (; token < end; token++) add_up(mixing, y, token);
     });
 }
 

@@ -1,8 +1,8 @@
 // The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers. octavo/kernels/cpu/library.py reads them from this file.
 //
 //     Matrix        the weights of one product, packed into panels of 16 output rows
-//     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer; DeltaNet: a recurrent
-//                   layer's replacement for attention
+//     Layer, Model  a decoder: structs filled once, when the weights are loaded; Mixture: the MLP of an MoE layer; Latent: the products
+//                   around latent attention; DeltaNet: a recurrent layer's replacement for attention
 //     Step          one step: the arrays of the batch and where results go
 //     Draws         rows of logits to sample from; Ranking: rows whose best tokens are requested
 //     Group         the ranks that share a model, processes of one host, and the memory through which they communicate
@@ -64,6 +64,11 @@ typedef struct {
     int32_t first, held;                     // the first expert on this rank, and their number
     int32_t over_all;                        // softmax over the scores of all experts; 0: over those of the chosen ones
     int32_t normed;                          // the weights of the chosen experts are normalised to a sum of 1
+    int32_t sigmoid;                         // weights are sigmoids of the scores, not a softmax
+    int32_t groups, chosen_groups;           // experts of the best groups alone are chosen. The score of a group is that of its best expert,
+                                             // with `sigmoid` the sum of its best two
+    float scale;                             // factor on the weights; 0: none
+    const float *bias;                       // [count] or null: added to the scores, or to the sigmoids, for the choice but not for the weights
     Matrix router;                           // rows: a score for each expert
     Matrix experts_gate_up, experts_down;    // for each expert, like `gate_up` and `down` of a layer
     Matrix shared_gate_up, shared_down;      // of one more MLP that every token passes through; n is 0: none
@@ -91,10 +96,23 @@ typedef struct {
     int32_t conv_width;                      // 2 to 8
 } DeltaNet;
 
+// Multi-head latent attention: all heads read one key per token, [latent | rotary key], and its first numbers, the latent, are the value.
+// q of a head is [plain_dim | rotary_dim]; the first part is multiplied by the head's matrix in `k_up`, to match the latent, and the
+// weighted latents of a head by its matrix in `v_up`. In `k_up` and `v_up` the rows of each head follow those of the previous one, in
+// whole panels.
+typedef struct {
+    Matrix down;                             // rows: q of all heads, or what `q_up` reads; the latent; the rotary key
+    Matrix q_up;                             // rows: q of all heads. n is 0: `down` computes it
+    Matrix k_up;                             // for each head: as many rows as the latent has numbers; k: plain_dim
+    Matrix v_up;                             // for each head: value_dim rows; k: the numbers of the latent
+    int32_t plain_dim, value_dim;
+} Latent;
+
 typedef struct {
     Norm attention_norm, mlp_norm;           // [hidden], of the input of a sub-layer
     Norm attention_after_norm, mlp_after_norm;  // [hidden], of the output of a sub-layer
-    Norm q_norm, k_norm;                     // [head_dim]; with `whole_norm`, [heads * head_dim] and [kv_heads * head_dim]
+    Norm q_norm, k_norm;                     // [head_dim]; with `whole_norm`, [heads * head_dim] and [kv_heads * head_dim]; with `latent`: of
+                                             // what `q_up` reads, and of the latent
     const float *cos, *sin;                  // [max_len][rotary_dim / 2]
     const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head but has no value
     const float *alibi;                      // [heads] or null: slope * (position of the key - that of the query) is added to scores
@@ -103,11 +121,12 @@ typedef struct {
     Matrix gate_up;                          // rows: 16 of gate and 16 of up alternate; without a gate: those of up
     Matrix down;
     const Mixture *mixture;                  // replaces gate_up and down; or null
+    const Latent *latent;                    // replaces qkv: rows of q, k and v are then made of q of all heads and one key; or null
     const DeltaNet *delta_net;               // replaces attention: of what follows, only `activation`, `residual_scale` are read; or null
-    void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]
+    void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]; with `latent`: one head in k_cache, and no v_cache
     float *k_scale, *v_scale;                // int8 cache only: [blocks][block_size][kv_heads]
-    int32_t heads, kv_heads, head_dim;
-    int32_t rotary_dim;                      // the number of rotated dimensions at the start of a head, in halves; 0: none
+    int32_t heads, kv_heads, head_dim;       // with `latent`, kv_heads is the number of groups of heads that are computed together
+    int32_t rotary_dim;                      // the number of rotated dimensions at the start of a head, with `latent` at its end, in halves; 0: none
     int32_t whole_norm;                      // q and k are each normed as a whole, not head by head
     int32_t window;                          // 0: unlimited
     int32_t cache_group, block_size;         // its index among the step's block tables, and the tokens of a block there
@@ -229,7 +248,10 @@ int octavo_gate_up(const Matrix *matrix, int activation, const float *x, float *
 int octavo_mix(const Mixture *mixture, int activation, const float *x, float *y, int64_t tokens);       // y: [tokens][hidden]
 int octavo_add_norm(float *stream, const float *x, const Norm *norm, float *y, int64_t rows, int64_t size);  // see Kernels.add_norm
 int octavo_write(const Model *model, int layer, const Step *step, float *qkv);                          // norms, rotates, stores
-int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);       // out: [tokens][heads * head_dim]
+int octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);       // out: [tokens][heads * head_dim]; the latents of heads
+// down: the product of that name; qkv: [tokens][(heads + 1) * head_dim], not rotated; latents: the result of attention; out: [tokens][heads * value_dim]
+int octavo_absorb(const Model *model, int layer, const float *down, float *qkv, int64_t tokens);
+int octavo_expand(const Model *model, int layer, const float *latents, float *out, int64_t tokens);
 // qkvz, gates: the products of these names; out: [tokens][v_heads * v_dim]
 int octavo_delta_net(const Model *model, int layer, const Step *step, const float *qkvz, const float *gates, float *out);
 
@@ -256,7 +278,7 @@ void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int
 
 void octavo_block_floats(int kind, const uint8_t *blocks, int64_t count, int to, void *floats);  // to: F32, BF16 or F16
 
-void octavo_struct_sizes(int64_t *sizes);    // [10]: bytes of Matrix, Norm, Mixture, DeltaNet, Layer, Group, Model, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [11]: bytes of Matrix, Norm, Mixture, Latent, DeltaNet, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

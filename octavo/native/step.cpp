@@ -2,8 +2,8 @@
 //
 //     embed -> [ norm -> qkv -> write k, v -> attend -> output -> norm -> gate, up -> down ] x layers -> norm -> logits -> argmax
 //
-// A layer may have a norm after a sub-layer, too, or only there, an MoE in place of gate, up and down, and Gated DeltaNet in place of
-// attention. In a parallel layer attention and MLP read the same normed input, and both results are added.
+// A layer may have a norm after a sub-layer, too, or only there, an MoE in place of gate, up and down, products of latents around
+// attention, and Gated DeltaNet in place of attention. In a parallel layer attention and MLP read the same normed input, and both results are added.
 //
 // Work is divided into pieces that threads take dynamically: tokens, panels of weights, attention tasks. A core that
 // is slower than the others, or busy, takes fewer. The result of a piece does not depend on the thread that computes it.
@@ -17,6 +17,7 @@
 
 #include "attend.h"
 #include "delta_net.h"
+#include "latent.h"
 #include "mixture.h"
 #include "scalar.h"
 
@@ -130,8 +131,9 @@ struct StepBuffers {
         int64_t widest = 1, queries = 1, inner = 1, gated_heads = 0;
         make_scratch(pool().threads());
         for (const Layer *layer = model.layers; layer < model.layers + model.num_layers; layer++) {
-            const Matrix &first = layer->delta_net ? layer->delta_net->qkvz : layer->qkv;
-            widest = std::max<int64_t>(widest, first.n);
+            const Matrix &first = first_of(*layer);
+            widest = std::max<int64_t>(widest, layer->latent ? read_heads(*layer) * layer->head_dim : first.n);
+            if (layer->latent) reserve_latent(*layer, tokens);
             queries = std::max<int64_t>(queries, layer->output.k);
             reserve_rows(first, layer->output, tokens);
             if (layer->mixture) reserve_mixture(*layer->mixture, tokens);
@@ -155,6 +157,11 @@ struct StepBuffers {
         if (tokens > TOKENS) return;
         own_[0].stream.get<float>(tokens * model.hidden), own_[0].row.get<float>(model.hidden);
         for (Own &own : own_) own.match(own_[0]);
+    }
+
+    // The product of a layer's input.
+    static const Matrix &first_of(const Layer &layer) {
+        return layer.delta_net ? layer.delta_net->qkvz : layer.latent ? layer.latent->down : layer.qkv;
     }
 
 private:
@@ -250,6 +257,7 @@ struct Walk {
             both_tokens(index);
         } else {
             if (layer.delta_net) recur_tokens(layer);
+            else if (layer.latent) attend_latents(index, norm_rows(layer.attention_norm, layer.latent->down));
             else attend_tokens(index, norm_rows(layer.attention_norm, layer.qkv));
             if (!peers.sum(at.added, tokens * size, me)) return false;
             stream.give(layer.attention_after_norm, layer.residual_scale);
@@ -322,6 +330,18 @@ private:
         const Target made = target_of(layer.output, rows, at.attended);
         attend(model, layer, step, tasks.of(index), at.qkv, made, partials, me);
         multiply(layer.output, ready(layer.output, made, rows), at.added, size, me);
+    }
+
+    void attend_latents(int64_t index, const Rows &normed) {
+        const Layer &layer = model.layers[index];
+        float *down = latent_down(layer, tokens), *latents = latent_results(layer, tokens);
+        multiply(layer.latent->down, normed, down, layer.latent->down.n, me);
+        absorb(layer, down, at.qkv, tokens, me);
+        each_token([&](int64_t token) { kernels().write(model, layer, step, at.qkv, token); });
+        attend(model, layer, step, tasks.of(index), at.qkv, {latents, nullptr, layer.heads * value_dim(layer)}, partials, me);
+        expand(layer, latents, at.attended, tokens, me);
+        const Rows rows = made_.get(layer.output, tokens, tokens);
+        multiply(layer.output, ready(layer.output, {at.attended, nullptr, layer.output.k}, rows), at.added, size, me);
     }
 
     void recur_tokens(const Layer &layer) {

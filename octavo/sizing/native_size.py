@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from octavo.attention.mixer import StepLoad
+from octavo.attention.spec import AttentionSpec
 from octavo.layout import K_PAD, PANEL
 from octavo.models.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription
 from octavo.sizing.activations import FLOAT32
@@ -19,9 +20,12 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # per thread, for each column of the widest matri
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, KEPT_BACK = 1.25, 4.1, 1.2
 HALF_EMPTY = 1 << 20  # bytes on average: a matrix occupies whole huge pages of 2 MiB
 
-KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm", "alibi", "output_gate"}  # features of attention
+KNOWN = {  # features of attention
+    "window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm", "alibi", "output_gate", "latent",
+}  # fmt: skip
 DELTA_MATRICES = {"delta_in", "delta_gates"}
 LANES, LARGEST_HEAD, LARGEST_CONV = 16, 256, 8  # of Gated DeltaNet
+LARGEST_LATENT = 1024  # with the rotary key: the queries of a task and their results must fit into the memory of a thread
 
 
 def native_refusal(model: ModelDescription) -> str | None:
@@ -42,6 +46,8 @@ def _unknown(layer: LayerShape) -> str | None:
         return "has a mixture of experts without gates, or parallel to its mixer"
     if layer.mixer.kind == "delta_net":
         return _unknown_delta_net(layer)
+    if "latent" in layer.mixer.features and (layer.parallel or layer.mixer.head_dim > LARGEST_LATENT):
+        return f"has latents of {layer.mixer.head_dim} numbers, or parallel to its MLP: up to {LARGEST_LATENT} are supported"
     lacking = [name for name in layer.mixer.features if name not in KNOWN]
     return f"has attention with {', '.join(lacking)}" if lacking else None
 
@@ -77,7 +83,7 @@ def native_weight_bytes(
         kept += model.lookup.numbers * item
     most = 0
     for one in native_matrices(model, item, stored):
-        on_the_way = 0 if all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
+        on_the_way = 0 if not one.matrix.heads and all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (0 if arm else KEPT_BACK)
         size = one.matrix.numbers
@@ -107,8 +113,10 @@ def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, wides
     if "delta_gates" in there:  # the same rows for the gates, and their product
         prepared += hidden + K_PAD + there["delta_gates"].rows
     # the residual stream, the sub-layer's output, the norm; q, k, v and the result of attention, or of Gated DeltaNet
-    first = there["delta_in" if "delta_in" in there else "qkv"]
+    first = next(there[name] for name in ("qkv", "delta_in", "latent_in") if name in there)
     attention = 3 * hidden + first.rows + there["output"].columns + prepared
+    if isinstance(layer.mixer, AttentionSpec) and layer.mixer.latent is not None:
+        attention += _latent_numbers(layer.mixer)
     if experts is None:
         return attention + there["down"].columns
     # per chosen expert: its input row, gates twice, and its result; once: rows for the router and for experts, and the scores
@@ -117,7 +125,17 @@ def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, wides
     return attention + chosen + shared + 2 * hidden + experts.count
 
 
+def _latent_numbers(spec: AttentionSpec) -> int:
+    """q as it is projected, and what it reads; q and the key; the weighted latents; the rows of each head for the products around them."""
+    assert spec.latent is not None
+    rows = spec.num_heads * (_up(spec.latent.plain_dim, K_PAD) + _up(spec.value_dim, K_PAD))
+    q = spec.projected_q + _up(spec.latent.q_rank or 0, K_PAD)
+    return q + (spec.num_heads + 1) * spec.head_dim + spec.num_heads * spec.value_dim + rows
+
+
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
+    if matrix.heads:
+        return _head_bytes(matrix, item)
     # gate and up rows alternate, each padded separately, and so are experts
     apart = matrix.gated or matrix.name in EXPERT_STACKS
     rows = sum(_up(part, PANEL) for part in matrix.part_rows) if apart else _up(matrix.rows, PANEL)
@@ -127,6 +145,13 @@ def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     columns = _up(matrix.columns, max(K_PAD, codes.group))
     order = matrix.columns * 4 if codes.order else 0
     return rows * columns * codes.bits // 8 + rows * (columns // codes.group) * SCALE_AND_OFFSET + order + bias
+
+
+def _head_bytes(matrix: Matrix, item: int) -> int:
+    """A matrix for each head, in whole panels. Those of k are transposed: q is multiplied by them."""
+    shape = matrix.rows // matrix.heads, matrix.columns
+    rows, columns = reversed(shape) if matrix.name == "latent_k" else shape
+    return matrix.heads * _up(rows, PANEL) * _up(columns, K_PAD) * item
 
 
 def _up(size: int, unit: int) -> int:

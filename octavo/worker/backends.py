@@ -144,6 +144,9 @@ def _misfit_of_layers(backend: Capabilities, kind: Kind, layer: int, run: Run) -
         return Misfit(f"layer {layer} has a mixer of kind {kind.mixer}, which {who} does not compute")
     if lacking := sorted(kind.features - backend.features):
         return Misfit(f"layer {layer} needs {', '.join(lacking)}, which {who} does not support")
+    if "latent" in kind.features and run.config.kv_cache_dtype == "int8":
+        problem = f"kv_cache_dtype is int8, and layer {layer} caches a latent and a rotary key, which would have to share a scale"
+        return Misfit(problem, "leave kv_cache_dtype at auto")
     if run.config.decode_context_parallel_size > 1 and (lacking := sorted(kind.features - backend.over_context().features)):
         problem = f"layer {layer} needs {', '.join(lacking)}, and decode_context_parallel_size is {run.config.decode_context_parallel_size}"
         return Misfit(problem, "set it to 1")

@@ -94,7 +94,8 @@ class Facts:
     def warn_of_floats(self) -> None:
         """Logs which matrices should be quantised but cannot be."""
         quantization = self.config.quantization
-        wanted = [one for one in self.kept if quantization in ("int8", "int4") or self.shape.expands(one, quantization)]
+        kept = [one for one in self.kept if not one.matrix.heads]  # the others are always floats
+        wanted = [one for one in kept if quantization in ("int8", "int4") or self.shape.expands(one, quantization)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
         why = "their parts cannot be merged or split, or their rows are not of whole groups"

@@ -1,6 +1,7 @@
 """The native step layer by layer: the same kernels with the same bits as the single call of `NativeProgram`.
 
     embed -> [ norm -> qkv -> ATTENTION -> output -> norm -> gate, up -> down ] x layers -> norm -> logits
+             [ norm -> down -> absorb -> ATTENTION -> expand -> output -> ... ]     with a latent
              [ norm -> qkvz, gates -> Gated DeltaNet -> output -> ... ]
 
 Attention and recurrence are an object here, over caches and states of its own, so that the verification of paging
@@ -27,7 +28,10 @@ class LayerAttention(Protocol):
         """Called once per step."""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """Returns the attention of a layer [T, heads * head_dim] for q, k and v [T, all heads * head_dim], which are modified."""
+        """Returns the attention of a layer [T, heads * head_dim] for q, k and v [T, all heads * head_dim], which are modified.
+
+        With a latent, for q and the key, and the result is [T, heads * latent].
+        """
 
     def recur(self, layer: int, qkvz: Tensor, gates: Tensor) -> Tensor:
         """Returns the result of a recurrent layer [T, v_heads * v_dim], and stores the states of all rows."""
@@ -55,7 +59,7 @@ class NativeAttention:
 
     def read(self, layer: int, qkv: Tensor) -> Tensor:
         shape = self._model.layers[layer]
-        out = torch.empty(len(qkv), shape.heads * shape.head_dim)
+        out = torch.empty(len(qkv), shape.heads * (shape.head_dim - (shape.rotary_dim if shape.latent else 0)))
         self._call.octavo_attend(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv), at(out))
         return out
 
@@ -102,7 +106,8 @@ class NativeLayers:
         self._see("the embedding", stream)
         for index, layer in enumerate(whole.layers):
             normed = self._norm(stream, pending, layer.attention_norm)
-            attended = self._product(layer.output, self._recur(index, normed) if layer.delta_net else self._attend(index, normed))
+            mix = self._recur if layer.delta_net else self._attend_latents if layer.latent else self._attend
+            attended = self._product(layer.output, mix(index, normed))
             if layer.parallel:
                 pending = sum_up(attended + self._mlp(layer, normed))
             else:
@@ -119,6 +124,19 @@ class NativeLayers:
         attended = self._attention.attend(index, qkv)
         self._see(f"layer {index}, attention", attended)
         return attended
+
+    def _attend_latents(self, index: int, normed: Tensor) -> Tensor:
+        model, call, layer = ctypes.byref(self._whole.model), self._whole.library.call, self._whole.layers[index]
+        latent, count = layer.latent.contents, len(normed)
+        down = self._product(latent.down, normed)
+        self._see(f"layer {index}, latents", down)
+        qk = torch.empty(count, (layer.heads + 1) * layer.head_dim)
+        call.octavo_absorb(model, index, at(down), at(qk), count)
+        self._see(f"layer {index}, q and the key", qk)
+        attended, out = self._attention.attend(index, qk), torch.empty(count, layer.heads * latent.value_dim)
+        self._see(f"layer {index}, attention", attended)
+        call.octavo_expand(model, index, at(attended), at(out), count)
+        return out
 
     def _recur(self, index: int, normed: Tensor) -> Tensor:
         net = self._whole.layers[index].delta_net.contents

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.backend import Rope
-from octavo.attention.spec import AttentionSpec, kv_buffers
+from octavo.attention.spec import LATENT_NORM_EPS, AttentionSpec, kv_buffers
 from octavo.comm.shared_memory import SharedMemoryComm
 from octavo.kernels.cpu.library import (
     ACTIVATIONS,
@@ -25,6 +25,7 @@ from octavo.kernels.cpu.library import (
     PANEL,
     Q8,
     DeltaNet,
+    Latent,
     Layer,
     Matrix,
     Mixture,
@@ -41,7 +42,7 @@ from octavo.layers.attention import build_rope, slopes_of_rank
 from octavo.loading.loader import NativeWeights
 from octavo.messages import StepPlan
 from octavo.model_config import RopeConfig
-from octavo.models.description import EXPERT_STACKS, Experts, LayerShape, ModelDescription, NormShape, Vector
+from octavo.models.description import EXPERT_STACKS, HEAD_STACKS, Experts, LayerShape, ModelDescription, NormShape, Vector
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.step.shared_keys import NATIVE_COST, NOTHING, AllShared
 from octavo.step.step_tensors import Shape, StepMemory, StepTensors, plan_sizes
@@ -53,6 +54,8 @@ from octavo.worker.step_sharing import StepSharing
 
 RECURRENT = "delta_net"  # the kind of mixer
 DELTA_MATRICES = {"delta_in": "qkvz", "delta_gates": "gates"}  # name in a description -> name in the struct
+LATENT_MATRICES = {"latent_in": "down", "latent_q": "q_up", "latent_k": "k_up", "latent_v": "v_up"}
+HEADS_TOGETHER = 8  # at most, of latent attention: enough that a key is used often once it is loaded, and few enough for all threads
 DELTA_VECTORS = ("delta_conv", "delta_decay", "delta_dt_bias", "delta_norm")
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
 
@@ -192,7 +195,7 @@ class NativeProgram:
             if not cache:
                 continue
             k, v, k_scale, v_scale = kv_buffers(cache)
-            layer.k_cache, layer.v_cache = at(k), at(v)
+            layer.k_cache, layer.v_cache = at(k), None if v is None else at(v)
             if k_scale is not None and v_scale is not None:
                 layer.k_scale, layer.v_scale = at(k_scale), at(v_scale)
         model = Model.from_buffer_copy(self.model)
@@ -204,16 +207,18 @@ class NativeProgram:
         shape, recurrent = model.layers[index], model.layers[index].mixer.kind == RECURRENT
         numbers = named_numbers(Layer, shape) | {"activation": ACTIVATIONS[shape.mlp.activation]}
         layer = Layer(**numbers) if recurrent else self._attention(shape, numbers, index, max_len)
+        latent = Latent() if "latent" in shape.mixer.features else None
         if recurrent:
             layer.delta_net = ctypes.pointer(self._delta_net(model, weights, index))
-        for vector in model.vectors:
-            if vector.layer == index and vector.name not in DELTA_VECTORS:
-                sinks = vector.name == "sinks"
-                setattr(layer, vector.name, self._vector(weights, vector.module) if sinks else self._norm(weights, vector, shape.norm))
+        if latent is not None:
+            layer.latent = ctypes.pointer(self._latent(latent, model, weights, index))
         experts = shape.mlp.experts
         mixture = None if experts is None else self._mixture(experts)
+        for vector in model.vectors:
+            if vector.layer == index and vector.name not in DELTA_VECTORS:
+                self._set_vector(layer, mixture, weights, vector, shape)
         for matrix in model.matrices:
-            if matrix.layer == index and matrix.name not in DELTA_MATRICES:
+            if matrix.layer == index and matrix.name not in DELTA_MATRICES and matrix.name not in LATENT_MATRICES:
                 # down projections read gated values in whole panels, as they were written
                 padded = shape.mlp.gated and matrix.name in ("down", "experts_down", "shared_down")
                 columns = -(-matrix.columns // PANEL) * PANEL if padded else 0
@@ -224,6 +229,16 @@ class NativeProgram:
             layer.mixture = ctypes.pointer(mixture)
         return layer
 
+    def _set_vector(self, layer: Layer, mixture: Mixture | None, weights: NativeWeights, vector: Vector, shape: LayerShape) -> None:
+        if vector.name == "sinks":
+            layer.sinks = self._vector(weights, vector.module)
+        elif vector.name == "expert_bias":
+            assert mixture is not None, "only an MoE layer has such a vector"
+            mixture.bias = self._vector(weights, vector.module)
+        else:
+            of_latent = layer.latent and vector.name in ("q_norm", "k_norm")
+            setattr(layer, vector.name, self._norm(weights, vector, NormShape(LATENT_NORM_EPS) if of_latent else shape.norm))
+
     def _attention(self, shape: LayerShape, numbers: dict[str, Any], index: int, max_len: int) -> Layer:
         spec, group = cast(AttentionSpec, shape.mixer), self.groups[index]
         rope = self._rope(spec, max_len)
@@ -232,6 +247,8 @@ class NativeProgram:
             "whole_norm": spec.qk_norm == "whole", "cache_group": group, "block_size": self._spans[group], "attention_scale": spec.scale,
         }  # fmt: skip
         layer = Layer(**numbers, cos=at(rope.cos), sin=at(rope.sin))
+        if spec.latent is not None:
+            layer.kv_heads = spec.num_heads // max(size for size in range(1, HEADS_TOGETHER + 1) if spec.num_heads % size == 0)
         if spec.alibi:
             self._kept.append(slopes_of_rank(spec.num_heads, self.place.comm))
             layer.alibi = at(self._kept[-1])
@@ -255,9 +272,24 @@ class NativeProgram:
                 setattr(net, DELTA_MATRICES[matrix.name], self._matrix(weights.matrix(matrix.module)))
         return net
 
+    def _latent(self, latent: Latent, model: ModelDescription, weights: NativeWeights, index: int) -> Latent:
+        """Fills the struct. The matrices that q is multiplied by are transposed: files have those that latents are multiplied by."""
+        spec = cast(AttentionSpec, model.layers[index].mixer)
+        assert spec.latent is not None
+        latent.plain_dim, latent.value_dim = spec.latent.plain_dim, spec.latent.value_dim
+        for matrix in model.matrices:
+            if matrix.layer == index and matrix.name in LATENT_MATRICES:
+                if matrix.name in HEAD_STACKS:
+                    packed = weights.heads(matrix.module, spec.num_heads, turned=matrix.name == "latent_k")
+                else:
+                    packed = weights.matrix(matrix.module)
+                setattr(latent, LATENT_MATRICES[matrix.name], self._matrix(packed))
+        return latent
+
     def _mixture(self, experts: Experts) -> Mixture:
         first = experts.held * self.place.comm.rank if experts.ranks > 1 else 0
-        mixture = Mixture(**named_numbers(Mixture, experts), first=first, over_all=experts.scores == "all")
+        scores = {"over_all": experts.scores == "all", "sigmoid": experts.scores == "sigmoid"}
+        mixture = Mixture(**named_numbers(Mixture, experts), **scores, first=first)
         self._kept.append(mixture)
         return mixture
 

@@ -268,6 +268,12 @@ GEMMA = SMALL | {
     "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 12, "sliding_window": 64, "sliding_window_pattern": 3,
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32, "intermediate_size": 2048, "hidden_size": 512,
 }  # fmt: skip
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"], "num_key_value_heads": 8, "intermediate_size": 64, "first_k_dense_replace": 1,
+    "n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64, "v_head_dim": 64,
+}  # fmt: skip
+LATENTS = SMALL | LATENT | {"num_hidden_layers": 12, "n_routed_experts": 8, "moe_intermediate_size": 512, "kv_lora_rank": 512}
 LARGER = {"hidden_size": 1024, "num_hidden_layers": 8}
 
 
@@ -279,14 +285,17 @@ LARGER = {"hidden_size": 1024, "num_hidden_layers": 8}
         pytest.param(MIXTURE, True, id="mixture"), pytest.param(GEMMA, True, id="two groups", marks=pytest.mark.soak),
         pytest.param(MIXTURE, False, id="mixture in torch", marks=pytest.mark.soak),
         pytest.param(GEMMA, False, id="two groups in torch", marks=pytest.mark.soak),
+        pytest.param(LATENTS, True, id="latents", marks=pytest.mark.soak),
+        pytest.param(LATENTS, False, id="latents in torch", marks=pytest.mark.soak),
         pytest.param(MIXTURE | LARGER, True, id="larger mixture", marks=pytest.mark.soak),
         pytest.param(GEMMA | LARGER | {"num_hidden_layers": 24}, True, id="larger, two groups", marks=pytest.mark.soak),
     ],
 )  # fmt: skip
 def test_mixtures_and_models_with_two_groups_take_what_was_planned(config: dict[str, Any], native: bool, tmp_path: Path) -> None:
     """The pool is written to its end, and weights are nearly all of the rest: what steps take is counted below."""
-    model, dtype, length = write_folder(tmp_path, config), "bfloat16" if native else "float32", 257 if "num_experts" in config else 129
-    blocks = length if "num_experts" in config else 3 * length - 2  # what 16 sequences fill, in one group or in two
+    one_group = "sliding_window" not in config
+    model, dtype, length = write_folder(tmp_path, config), "bfloat16" if native else "float32", 257 if one_group else 129
+    blocks = length if one_group else 3 * length - 2  # what 16 sequences fill, in one group or in two
     engine = {"dtype": dtype, "native": native, "num_gpu_blocks_override": blocks, "max_num_seqs": 16}
     engine |= {"max_num_batched_tokens": 64, "max_model_len": length, "skip_tokenizer_init": True}
     before, most = held_under_load({"model": model, "engine": engine, "vocab": 512, "requests": 16, "prompt": length - 2, "tokens": 2})
@@ -319,6 +328,8 @@ STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "capped scores": ({"intermediate_size": 64, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 8192}, 1, 1024, 1, 1024, {}),
     "parallel sub-layers": ({"architectures": ["CohereForCausalLM"]}, 1, 1024, 1, 1024, {}),
     "sloped scores": ({"intermediate_size": 64, "architectures": ["BloomForCausalLM"], "head_dim": None}, 1, 1024, 1, 1024, {}),
+    "latents of a prompt": (LATENT, 1, 1024, 1, 1024, {}),
+    "gathered latents": (LATENT | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}, 16, 200, 4, 16, {}),
     "no gate": ({"intermediate_size": 2048, "architectures": ["BloomForCausalLM"], "head_dim": None}, 16, 64, 1, 1024, {}),
     "one expert": (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []}, 1, 1024, 1, 1024, {}),
     "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
@@ -376,7 +387,7 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=tokens, ignore_eos=True)
         llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
     shape = model_shape(str(tmp_path))
-    context = prompt if largest in ("a mask", "capped scores", "sloped scores") else 1
+    context = prompt if largest in ("a mask", "capped scores", "sloped scores", "latents of a prompt") else 1
     load = StepLoad(min(step, requests * prompt), requests, context, requests * length)
     head = torch.empty(shape.model.vocab_size, shape.model.hidden_size)
     copied = peak_bytes(lambda: torch.nn.functional.linear(head[:requests], head)) > head.nbytes  # not if room is left of an earlier one

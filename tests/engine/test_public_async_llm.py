@@ -19,7 +19,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(endless: str, engines_are_forked: None) -> Iterator[AsyncLLM]:
+def engine(endless: str, engines_and_ranks_are_forked: None) -> Iterator[AsyncLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTAVO_DEBUG", "check=1,forward.sleep=20")
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=endless, num_gpu_blocks_override=200, max_num_seqs=4))

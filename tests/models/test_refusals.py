@@ -27,7 +27,7 @@ def refused(said: str) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama4ForConditionalGeneration", "DeepseekV3ForCausalLM", "Gemma3nForConditionalGeneration", "MambaForCausalLM", "FalconForCausalLM",
+    ["Llama4ForConditionalGeneration", "DeepseekV32ForCausalLM", "Gemma3nForConditionalGeneration", "MambaForCausalLM", "FalconForCausalLM",
      "Qwen2_5_VLForConditionalGeneration"],
 )  # fmt: skip
 def test_a_folder_of_another_architecture(name: str) -> None:
@@ -35,7 +35,7 @@ def test_a_folder_of_another_architecture(name: str) -> None:
         read_config(CONFIG | {"architectures": [name]}, "m/config.json")
 
 
-@pytest.mark.parametrize("word", ["llama4", "deepseek2", "gemma3n", "mamba", "falcon", "qwen2vl", "clip"])
+@pytest.mark.parametrize("word", ["llama4", "glm-dsa", "gemma3n", "mamba", "falcon", "qwen2vl", "clip"])
 def test_a_gguf_file_of_another_architecture(word: str) -> None:
     with refused(f"m.gguf: general.architecture is '{word}'; supported: {WORDS}"):
         config_dict(KEYS | {"general.architecture": word}, TENSORS, "m.gguf")

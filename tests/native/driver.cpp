@@ -371,6 +371,50 @@ void run_attend(Case &one) {
     judge_alone(one, one.title, "out", alone, results);
 }
 
+// The values of all heads of some tokens, from the product `down`, and their weighted latents before.
+Rows through_latents(const Model &model, const Step &step, const float *down, float *latents) {
+    const Layer &layer = model.layers[0];
+    Rows q_and_key(size_t(step.num_tokens * (layer.heads + 1) * layer.head_dim)), values(size_t(step.num_tokens * layer.heads * layer.latent->value_dim));
+    octavo_absorb(&model, 0, down, q_and_key.data(), step.num_tokens);
+    octavo_write(&model, 0, &step, q_and_key.data());
+    octavo_attend(&model, 0, &step, q_and_key.data(), latents);
+    octavo_expand(&model, 0, latents, values.data(), step.num_tokens);
+    return values;
+}
+
+void run_latent(Case &one) {
+    Decoder decoder(one);
+    const Step &step = decoder.step;
+    Layer &layer = decoder.layers[0];
+    const Packed k_up(one, "k_up."), v_up(one, "v_up.");
+    const bool ranked = one.real("q_up.n") > 0;
+    std::vector<Packed> q_up;
+    if (ranked) q_up.emplace_back(one, "q_up.");
+    Latent latent{};
+    latent.k_up = k_up.matrix, latent.v_up = v_up.matrix, latent.plain_dim = one.number("plain_dim"), latent.value_dim = one.number("value_dim");
+    if (ranked) latent.q_up = q_up[0].matrix;
+    latent.down.n = one.must("down").shape[1], layer.latent = &latent;
+    const int64_t width = layer.heads * (layer.head_dim - layer.rotary_dim), values = layer.heads * latent.value_dim;
+    const float *down = one.must("down").as<float>();
+    Results results{{"latents", Result(size_t(step.num_tokens * width) * sizeof(float))}, {"values", Result(size_t(step.num_tokens * values) * sizeof(float))}};
+    const Rows found = through_latents(decoder.model, step, down, results.at("latents").as<float>());
+    std::copy(found.begin(), found.end(), results.at("values").as<float>());
+    judge(one, one.title, results);
+    Rows alone;
+    for (int64_t row = 0; row < step.num_rows; row++)
+        for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token++) {
+            int32_t start[2] = {0, 1}, length = step.cache_index[token] + 1;
+            Step own{};
+            own.num_tokens = own.num_rows = 1, own.table_width = step.table_width, own.query_start = start, own.context_len = &length;
+            own.cache_index = step.cache_index + token, own.positions = step.positions + token, own.slots = step.slots + token;
+            own.tables = step.tables + row * step.table_width;
+            Rows latents(static_cast<size_t>(width));
+            const Rows made = through_latents(decoder.model, own, down + token * latent.down.n, latents.data());
+            alone.insert(alone.end(), made.begin(), made.end());
+        }
+    judge_alone(one, one.title, "values", alone, results);
+}
+
 Rows product(const Matrix &matrix, const Rows &x, int64_t tokens) {
     Rows y(x.size() / size_t(matrix.k) * size_t(matrix.n));
     octavo_matmul(&matrix, x.data(), y.data(), int64_t(x.size()) / matrix.k, tokens);
@@ -487,7 +531,7 @@ void run_noise(Case &one) {
 }
 
 const std::map<std::string, void (*)(Case &)> KERNELS = {
-    {"delta_net", run_delta_net},
+    {"delta_net", run_delta_net}, {"latent", run_latent},
     {"product", run_product}, {"gate_up", run_product}, {"mixture", run_mixture}, {"norm", run_norm}, {"write", run_write}, {"attend", run_attend},
     {"step", run_step},       {"argmax", run_step},     {"draw", run_draw},       {"rank", run_rank}, {"noise", run_noise}};
 

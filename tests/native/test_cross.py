@@ -21,7 +21,7 @@ from tests.support.native import levels_here, the_library
 from tests.support.wheel_machine import LIBRARY, what_is_wrong
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = ("product", "gate_up", "mixture", "norm", "attend", "write", "delta_net", "step", "argmax", "draw", "rank", "noise")
+KERNELS = ("product", "gate_up", "mixture", "norm", "attend", "write", "delta_net", "latent", "step", "argmax", "draw", "rank", "noise")
 
 
 @cache
@@ -33,6 +33,7 @@ def some_of_each() -> dict[str, Case]:
         cross_cases.norm_cases(),
         islice(cross_cases.attention_cases(), 8),
         islice(cross_cases.delta_net_cases(), 4),
+        islice(cross_cases.latent_cases(), 1),
         islice(cross_cases.step_cases(), 2),
         islice(cross_cases.argmax_cases(), 42),
         islice(cross_cases.sampling_cases(), 6),

@@ -36,6 +36,8 @@ from tests.support.native_attention import (
     written_twin,
 )
 from tests.support.native_delta_net import DeltaNetWeights, delta_net_twin
+from tests.support.native_latent import NEAR as NEAR_LATENTS
+from tests.support.native_latent import LatentCase
 from tests.support.native_mixture import Choice, MixtureWeights
 from tests.support.native_step import BATCHES, HIDDEN, INNER, KINDS, Decoder, Multiply
 from tests.support.native_weights import FEW_ROWS, TOLERANCE, NormWeights, Weights, form_of, gated, make_weights
@@ -360,6 +362,38 @@ def with_delta_net(case: Case, net: DeltaNetCase, states: States, prefix: str = 
     with_norm(case, NormWeights(net.norm, eps=net.eps), f"{prefix}norm")
 
 
+# ---- latent attention
+
+
+def latent_cases() -> Iterator[Case]:
+    """Heads of whole panels, so that the matrices of all heads are one matrix. From the product of the layer's input to values."""
+    for name, kind in CACHES.items():
+        if kind == Q8:  # whose scale latents and rotary keys cannot share
+            continue
+        long = (900, 33), (511, 1)
+        for rows, sizes in ((MIXED, {"q_rank": 21}), (long, {"heads": 8, "group": 8}), (MIXED, {"rank": 128, "rotary": 16})):
+            case = LatentCase(rows, kind, **{"rank": 48, "values": 32} | sizes)
+            yield latent_case(case, f"over {name}, {case.heads} heads over latents of {case.rank} and {case.rotary}")
+
+
+def latent_case(case: LatentCase, title: str) -> Case:
+    tokens = case.tokens
+    found = Case("latent", title, model_numbers(tokens), step_arrays(tokens))
+    found.numbers |= {"attention_scale": case.scale, "kv_heads": case.heads // case.group}
+    found.numbers |= {"plain_dim": case.plain, "value_dim": case.values}
+    with_attention(found, tokens)
+    found.arrays |= {"layer0.k_cache": tokens.past()[0].values, "down": case.weights["down"]}
+    matrices = {name: by_head.reshape(-1, by_head.shape[2]) for name, by_head in case.stacks.items()}
+    for name, matrix in (matrices | ({"q_up": case.weights["q_up"]} if case.q_rank else {})).items():
+        exact = np.ascontiguousarray(matrix)
+        with_weights(found, Weights(None, exact, F32, 0, None, None, {"values": exact}), f"{name}.")
+    for name in ("q_norm", "k_norm") if case.q_rank else ("k_norm",):
+        with_norm(found, NormWeights(case.weights[name]), f"layer0.{name}")
+    near, names = NEAR_LATENTS[case.cache_kind], ("latents", "values")
+    found.expected = [Expected(name, "floats", part, "largest", near) for name, part in zip(names, case.references())]
+    return found
+
+
 # ---- whole steps
 
 
@@ -437,7 +471,7 @@ def argmax_cases() -> Iterator[Case]:
 
 
 def all_cases() -> Iterator[Case]:
-    for some in (product_cases, tabled_cases, mixture_cases, norm_cases, attention_cases, delta_net_cases, step_cases):
+    for some in (product_cases, tabled_cases, mixture_cases, norm_cases, attention_cases, delta_net_cases, latent_cases, step_cases):
         yield from some()
     yield from argmax_cases()
     yield from sampling_cases()

@@ -136,6 +136,9 @@ def fill(model: Any, seed: int, tiny: Tiny, dtype: torch.dtype = torch.float32) 
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = _drawn(name, torch.randn(parameter.shape, generator=generator), tiny).to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # of sigmoids
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def _drawn(name: str, noise: Tensor, tiny: Tiny) -> Tensor:

@@ -26,7 +26,7 @@ def hybrid_gguf(folder: Path, path: Path, tiny: Tiny, kind: str = "F32", old: bo
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, tiny.gguf)
     _write_keys(writer, config, further)
-    weights = _with_stacks(load_file(folder / "model.safetensors"))
+    weights = with_stacks(load_file(folder / "model.safetensors"))
     for name, weight in weights.items():
         if not trunk and ".layers." in name:
             continue
@@ -55,7 +55,7 @@ def _write_further(writer: Any, layer: int, weights: dict[str, Tensor], config: 
         write_tensor(writer, f"blk.{layer}.nextn.{norm}.weight", torch.randn(hidden), "F32")
 
 
-def _with_stacks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_stacks(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of all experts of a layer in one tensor."""
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():

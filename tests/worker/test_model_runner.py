@@ -218,11 +218,11 @@ NARROW = LayerCacheSpec(2, {"k": Buffer((1, 4), "float32"), "v": Buffer((2, 3), 
 GROUPS = (CacheGroup((0, 1)), WindowGroup((2,), 2, 8))
 
 
-def test_states_begin_with_zeros_and_plans_name_their_slots() -> None:
+def test_the_null_state_is_zeros_and_plans_name_their_slots() -> None:
     specs = [replace(SPECS[0], state={"sum": Buffer((2,), "float32")}), SPECS[1]]
     for store in (PagedStore(specs, 4, 16, num_states=5), ContiguousStore(specs, ROWS, MAX_LEN, num_states=5)):
         (state,) = store.states[0].values()
-        assert state.shape == (5, 2) and not state.any() and not store.states[1] and "sum" not in store.caches[0]
+        assert state.shape == (5, 2) and not state[0].any() and not store.states[1] and "sum" not in store.caches[0]
     layout = RowLayout(6, MAX_LEN + 1, (1, 1), has_states=True)
     memory = StepMemory(layout, ROWS, 3 * MAX_LEN, torch.device("cpu"))
     plan = StepPlan(1, row=[3, 0, 4], start=[7, 32, 0], num_query=[1, 64, 20], outputs=[1, 0, 1], states=[(9, 2), (4, 1), (0, 8)])

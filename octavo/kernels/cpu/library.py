@@ -104,12 +104,16 @@ class Mixture(ctypes.Structure):
     _fields_ = HEADER.fields("Mixture", Matrix)
 
 
+class Latent(ctypes.Structure):
+    _fields_ = HEADER.fields("Latent", Matrix)
+
+
 class DeltaNet(ctypes.Structure):
     _fields_ = HEADER.fields("DeltaNet", Matrix, Norm)
 
 
 class Layer(ctypes.Structure):
-    _fields_ = HEADER.fields("Layer", Matrix, Norm, Mixture, DeltaNet)
+    _fields_ = HEADER.fields("Layer", Matrix, Norm, Mixture, Latent, DeltaNet)
 
 
 class Group(ctypes.Structure):
@@ -132,7 +136,7 @@ class Ranking(ctypes.Structure):
     _fields_ = HEADER.fields("Ranking")
 
 
-STRUCTS = (Matrix, Norm, Mixture, DeltaNet, Layer, Group, Model, Step, Draws, Ranking)
+STRUCTS = (Matrix, Norm, Mixture, Latent, DeltaNet, Layer, Group, Model, Step, Draws, Ranking)
 
 
 class NativeLibrary:

@@ -77,13 +77,15 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Returns attention of q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim], shaped like q.
 
+    Values may be narrower than keys: they are so of a latent, and then the result is, too.
+
     `sinks` [heads]: a score per head that takes part in the softmax but has no value
     """
     if slow_here(q):
         mask = None if mask is None else mask.float()
         return attend(q.float(), k.float(), v.float(), mask, causal, scale, soft_cap, sinks, sloped).to(q.dtype)
     rows, num_query, heads, head_dim = q.shape
-    if soft_cap is not None or sinks is not None or sloped is not None:
+    if soft_cap is not None or sinks is not None or sloped is not None or v.shape[-1] < head_dim:
         assert not causal, "scores that are made one by one need a mask"
         return attend_by_scores(q, k, v, mask, scale, soft_cap, sinks, sloped)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -103,7 +105,7 @@ def attend_part(
 
     Every query must see at least one of these keys: otherwise its log-sum-exp is meaningless. mask: [rows, 1, num_query, length]
     """
-    if soft_cap is not None or sloped is not None:
+    if soft_cap is not None or sloped is not None or v.shape[-1] < q.shape[-1]:
         lse = torch.empty(q.shape[:3])
         return attend_by_scores(q, k, v, mask, scale, soft_cap, sloped=sloped, lse=lse), lse
     num_query, group = q.shape[1], q.shape[2] // k.shape[2]
@@ -125,7 +127,7 @@ def attend_by_scores(
     length, kv_heads = k.shape[1:3]
     keys, values = (one.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format) for one in (k, v))
     rests = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
     at_once = max(SCORES // (rows * heads * length), 1)
     for first in range(0, num_query, at_once):
         queries = slice(first, first + at_once)

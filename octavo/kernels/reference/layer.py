@@ -14,6 +14,8 @@ from octavo.kernels.reference.fp8 import fp8_linear
 from octavo.kernels.reference.merge import log2_weights
 from octavo.kernels.reference.products import multiply
 
+TINY = 1e-20  # a total of weights is at least this, so that sigmoids of 0 divide nothing by 0
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
@@ -257,6 +259,32 @@ def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tu
         return ids, best.softmax(-1)
     weights, ids = wide.softmax(-1).topk(chosen, dim=-1)
     return ids, weights / weights.sum(-1, keepdim=True) if normed else weights
+
+
+def choose_in_groups(
+    logits: Tensor,  # [T, count]
+    chosen: int,
+    scores: str,
+    normed: bool,
+    groups: int,
+    chosen_groups: int,
+    bias: Tensor | None,  # [count] float32
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Like `choose_experts`, but only among the experts of the best groups, and with weights times `scale`.
+
+    scores: "all" takes the softmax over all experts, "sigmoid" that of each logit. The bias decides who is selected, not the weights.
+    """
+    weights = logits.float().sigmoid() if scores == "sigmoid" else logits.float().softmax(-1)
+    ranked = weights if bias is None else weights + bias
+    if chosen_groups < groups:
+        by_group = ranked.unflatten(-1, (groups, -1))
+        of_groups = by_group.topk(2, dim=-1).values.sum(-1) if scores == "sigmoid" else by_group.amax(-1)  # [T, groups]
+        passed = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, of_groups.topk(chosen_groups, dim=-1).indices, False)
+        ranked = by_group.masked_fill(passed.unsqueeze(-1), -torch.inf).flatten(1)
+    ids = ranked.topk(chosen, dim=-1).indices
+    weights = weights.gather(1, ids)
+    return ids, (weights / (weights.sum(-1, keepdim=True) + TINY) if normed else weights) * scale
 
 
 def mixture(
