@@ -33,7 +33,9 @@ SLEEPS = "import time; time.sleep(600)"
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_what_is_wanted_reaches_the_other_process_whole(architecture: str) -> None:
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    raw = {"architectures": [architecture], **RAW, **moe, "text_config": RAW}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    raw = {"architectures": [architecture], **RAW, **moe, **latent, **groups, "text_config": RAW}
     shapes = kernel_shapes(describe(read_config(raw, "a test")), kept=[])
     wanted = Wanted(shapes, "bfloat16", block_size=16, max_len=64, layout="nhd", capability=90, processes=2) if shapes else WANTED
     assert from_json(Wanted, json.loads(json.dumps(asdict(wanted)))) == wanted
