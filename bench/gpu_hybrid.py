@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Those of a recurrent layer, (out, in)."""
+        """The shapes of the matrices of a recurrent layer, (out, in)."""
         wide = self.v_heads * self.dim
         own = [(self.channels + wide, self.hidden), (2 * self.v_heads, self.hidden), (self.hidden, wide)]
         return [*own, (2 * self.inner, self.hidden), (self.hidden, self.inner)]

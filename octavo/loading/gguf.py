@@ -290,7 +290,7 @@ class GGUFModel(NamedTuple):
     orders: Mapping[str, RowOrder]  # see `GGUFForm`
     columns: Mapping[str, RowOrder]
     turned: Mapping[str, int]
-    tensors: dict[str, GGUFTensor]  # of the model: without those of layers that predict further tokens
+    tensors: dict[str, GGUFTensor]  # of the model, without the layers that predict further tokens
 
 
 def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
@@ -337,7 +337,7 @@ def read_gguf_model(
 
 
 def _of_model(tensors: Mapping[str, GGUFTensor], keys: GGUFKeys) -> dict[str, GGUFTensor]:
-    """Returns the tensors without those of layers that predict further tokens. These have the last numbers."""
+    """Returns the tensors of the model. Layers that predict further tokens, which have the last numbers, are left out."""
     further = range(keys.num_layers(), keys.integer("block_count"))
     if not further:
         return dict(tensors)

@@ -27,7 +27,7 @@ class Matrix:
     split: Literal["rows", "columns"] | None = None  # the dimension along which ranks may share it; merged parts are split one by one
     gated: bool = False  # its two parts are a gate and the projection that the gate multiplies
     vocabulary: bool = False  # its rows are the tokens of the vocabulary
-    heads: int = 0  # of a stack of heads: their number
+    heads: int = 0  # of a stack, the matrices of all heads in sequence: their number. Stacks are always floats
     # weight in the checkpoint -> rows of each section, if it has several, such as q, k and v: they are split one by one
     sections: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -63,7 +63,6 @@ class Vector:
 
 
 EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are the matrices of all experts in sequence
-HEAD_STACKS = ("latent_k", "latent_v")  # matrices of all heads in sequence, which are always floats
 # silu(gate) * up, tanh-gelu(gate) * up, as in gpt-oss: both clamped, or tanh-gelu(up) without a gate
 Activation = Literal["swiglu", "geglu", "clamped", "gelu"]
 Scores = Literal["all", "chosen", "sigmoid"]  # softmax over the logits of all experts, or over those of the chosen ones; or of each alone

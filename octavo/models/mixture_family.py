@@ -35,7 +35,7 @@ from octavo.models.dense_family import (
     read_layer_types,
     read_window,
 )
-from octavo.models.description import EXPERT_STACKS, HEAD_STACKS, Experts, Matrix, MLPShape, ModelDescription
+from octavo.models.description import EXPERT_STACKS, Experts, Matrix, MLPShape, ModelDescription
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.split import Shared
@@ -43,7 +43,7 @@ from octavo.models.split import Shared
 MOST_OF_ALL_LAYERS = 2**17  # experts: several times as many as any model has, and a bound on names
 MATRICES = {  # all names of matrices in the descriptions of dense decoders, with experts or without
     "qkv", "output", "gate_up", "down", "head", "router", *EXPERT_STACKS, "shared_gate_up", "shared_down", "shared_gate",
-    "latent_in", "latent_q", *HEAD_STACKS,
+    "latent_in", "latent_q", "latent_k", "latent_v",
 }  # fmt: skip
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
 

@@ -142,7 +142,7 @@ class Sequence:
         self.steps_passed = 0  # steps in which others were admitted before it
         self.key = (request.priority if by_priority else 0, request.arrival, index)
         self.states: list[tuple[int, int]] = []  # of a recurrent model: (positions covered, state slot), the live one last
-        self.unsealed: set[int] = set()  # positions of those that will be checkpoints
+        self.unsealed: set[int] = set()  # positions of the states that will be checkpoints
         self.marks: set[int] = set()  # positions where a checkpoint is wanted
         self.tail: bytes | None = None  # the checkpoint in its output, which the next one replaces
         self.last_kept = 0  # the position of the last other checkpoint that it found or left

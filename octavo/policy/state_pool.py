@@ -1,4 +1,4 @@
-"""`StatePool`: reference counts of state slots, and the index of those that are kept as checkpoints.
+"""`StatePool`: reference counts of state slots, and the index of checkpoints.
 
     null         slot 0: the state before the first token. It is read by all sequences that begin, and never written
     empty        free, and nothing can be found in it; taken first

@@ -12,7 +12,7 @@ untied embedding stay floats, and so do the matrices of heads around latents.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from octavo.models.description import EXPERT_STACKS, HEAD_STACKS, Matrix, ModelDescription
+from octavo.models.description import EXPERT_STACKS, Matrix, ModelDescription
 from octavo.policy.cache_spec import ITEM_BYTES
 
 SCALE_AND_OFFSET = 4  # bytes for each group of quantised weights
@@ -34,7 +34,7 @@ class Codes:
 
 def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
     """Returns the format of a matrix when `quantization` is int8 or int4, or None if it stays floats. `device`: cpu or cuda"""
-    if matrix.name in (*DECIDING, *HEAD_STACKS):
+    if matrix.heads or matrix.name in DECIDING:
         return None
     bits = 8 if quantization == "int8" or matrix.vocabulary else 4
     groups = _GPU_GROUPS if device == "cuda" else _GROUPS[bits]
@@ -62,7 +62,7 @@ def kept_matrices(
     """Returns how each matrix is stored. `stored`: the storage format of each weight, by name; `nbytes`: of a matrix in the program"""
     found = []
     for matrix in model.matrices:
-        codes = None if matrix.name in HEAD_STACKS else _merged([stored.get(part) for part in matrix.parts])
+        codes = None if matrix.heads else _merged([stored.get(part) for part in matrix.parts])
         found.append(Kept(matrix, codes, nbytes(matrix, codes)))
     return found
 

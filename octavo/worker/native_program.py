@@ -42,7 +42,7 @@ from octavo.layers.attention import build_rope, slopes_of_rank
 from octavo.loading.loader import NativeWeights
 from octavo.messages import StepPlan
 from octavo.model_config import RopeConfig
-from octavo.models.description import EXPERT_STACKS, HEAD_STACKS, Experts, LayerShape, ModelDescription, NormShape, Vector
+from octavo.models.description import EXPERT_STACKS, Experts, LayerShape, ModelDescription, NormShape, Vector
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.step.shared_keys import NATIVE_COST, NOTHING, AllShared
 from octavo.step.step_tensors import Shape, StepMemory, StepTensors, plan_sizes
@@ -273,14 +273,14 @@ class NativeProgram:
         return net
 
     def _latent(self, latent: Latent, model: ModelDescription, weights: NativeWeights, index: int) -> Latent:
-        """Fills the struct. The matrices that q is multiplied by are transposed: files have those that latents are multiplied by."""
+        """Fills the struct. W_UK is transposed, because in files it multiplies latents, and here it multiplies q."""
         spec = cast(AttentionSpec, model.layers[index].mixer)
         assert spec.latent is not None
         latent.plain_dim, latent.value_dim = spec.latent.plain_dim, spec.latent.value_dim
         for matrix in model.matrices:
             if matrix.layer == index and matrix.name in LATENT_MATRICES:
-                if matrix.name in HEAD_STACKS:
-                    packed = weights.heads(matrix.module, spec.num_heads, turned=matrix.name == "latent_k")
+                if matrix.heads:
+                    packed = weights.heads(matrix.module, matrix.heads, turned=matrix.name == "latent_k")
                 else:
                     packed = weights.matrix(matrix.module)
                 setattr(latent, LATENT_MATRICES[matrix.name], self._matrix(packed))

@@ -48,7 +48,7 @@ class StateShadow:
         self._archive: dict[bytes, State] = {}
 
     def on_event(self, event: StateEvent, slot: int, key: bytes | None, states: Caches) -> None:
-        """Handles events of the state pool. `states`: those of the engine"""
+        """Handles events of the state pool. `states`: the buffers of the engine"""
         self._settle()
         if event == "take":
             self._written.pop(slot, None)

@@ -78,14 +78,10 @@ def said(outputs: list[RequestOutput]) -> list[Any]:
     return [[(sample.token_ids, sample.logprobs) for sample in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("qwen3.5", {}), ("qwen3-next", {"quantization": "int4", "cpu_isa": "avx2"}), *rarely(("qwen3.5 moe", {"cpu_isa": "portable"}))],
-)
-def test_no_schedule_changes_a_bit_of_an_answer(
-    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def check_schedules(
+    folder: Path, prompts: list[list[int]], in_beams: slice, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, prompts = family_model(tmp_path / "model", HYBRIDS[name], seed=32), prompts_of(LENGTHS)
+    """Each prompt alone, and then all in chunks, twice with a cache, and preempted. `in_beams`: the prompts that are searched, too"""
     if settings.get("cpu_isa") == "avx2" and platform.machine() == "aarch64":
         settings = settings | {"cpu_isa": "portable"}
     params = SamplingParams(temperature=1.0, max_tokens=8, seed=3, n=4, ignore_eos=True, logprobs=2)
@@ -93,19 +89,29 @@ def test_no_schedule_changes_a_bit_of_an_answer(
     with open_llm(folder, True, enable_prefix_caching=False, **settings) as llm:
         alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
         sampled = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
-        searched = [llm.beam_search([{"prompt_token_ids": prompt}], beams)[0] for prompt in prompts[3:5]]
+        searched = [llm.beam_search([{"prompt_token_ids": prompt}], beams)[0] for prompt in prompts[in_beams]]
     for preempt_every in (0, 3):
         monkeypatch.setenv("OCTAVO_DEBUG", f"preempt.every={preempt_every},check=1")
         with open_llm(folder, True, max_num_batched_tokens=16, pipeline_depth=1 + (preempt_every > 0), **settings) as llm:
-            for _ in range(2):  # the second time from states that were kept
+            for _ in range(2):  # the second time from what the first one cached
                 assert said(llm.generate(prompts, GREEDY, use_tqdm=False)) == said(alone)
                 assert said(llm.generate(prompts, params, use_tqdm=False)) == said(sampled)
-                found = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts[3:5]], beams)
+                found = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts[in_beams]], beams)
                 assert [[one.tokens for one in each.sequences] for each in found] == [
                     [one.tokens for one in each.sequences] for each in searched
                 ]
             stats = llm._core.scheduler.stats
             assert stats.prefix_hits > 0 and (stats.preemptions > 0) == (preempt_every > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen3.5", {}), ("qwen3-next", {"quantization": "int4", "cpu_isa": "avx2"}), *rarely(("qwen3.5 moe", {"cpu_isa": "portable"}))],
+)
+def test_no_schedule_changes_a_bit_of_an_answer(
+    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_schedules(family_model(tmp_path / "model", HYBRIDS[name], seed=32), prompts_of(LENGTHS), slice(3, 5), settings, monkeypatch)
 
 
 def test_native_kernels_give_the_text_of_a_gguf_file_too(tmp_path: Path) -> None:
@@ -151,6 +157,21 @@ def test_a_request_that_moves_to_another_engine_goes_on_with_the_same_tokens(tmp
 TENSOR, STAGES, BOTH = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 
 
+def check_ranks(
+    folder: Path, native: bool, split: dict[str, Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process and several give the same texts, also in second turns and after preemptions."""
+    answers = []
+    monkeypatch.setenv("OCTAVO_DEBUG", "preempt.every=5,check=1")
+    for settings in ({}, split):
+        with open_llm(folder, native, max_num_seqs=4, max_num_batched_tokens=32, **settings) as llm:
+            first = llm.generate(prompts, GREEDY, use_tqdm=False)
+            answers.append(first + llm.generate(second_turns(first), GREEDY, use_tqdm=False))
+            stats = llm._core.scheduler.stats
+            assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert all(same_greedy_text(one, other) for one, other in zip(*answers, strict=True))
+
+
 # promise: tensor-parallel-size, pipeline-parallel-size
 @pytest.mark.parametrize(
     ("name", "native", "split"),
@@ -172,15 +193,7 @@ def test_ranks_and_stages_of_a_hybrid_give_its_text(
     name: str, native: bool, split: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Second turns continue from states that were kept, and rows are preempted."""
-    folder, answers = family_model(tmp_path / "model", HYBRIDS[name], seed=35), []
-    monkeypatch.setenv("OCTAVO_DEBUG", "preempt.every=5,check=1")
-    for settings in ({}, split):
-        with open_llm(folder, native, max_num_seqs=4, max_num_batched_tokens=32, **settings) as llm:
-            first = llm.generate(prompts_of((1, 40, 65, 90)), GREEDY, use_tqdm=False)
-            answers.append(first + llm.generate(second_turns(first), GREEDY, use_tqdm=False))
-            stats = llm._core.scheduler.stats
-            assert stats.preemptions > 0 and stats.prefix_hits > 0
-    assert all(same_greedy_text(one, other) for one, other in zip(*answers, strict=True))
+    check_ranks(family_model(tmp_path / "model", HYBRIDS[name], seed=35), native, split, prompts_of((1, 40, 65, 90)), monkeypatch)
 
 
 def test_a_context_of_states_is_refused_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

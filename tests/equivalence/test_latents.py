@@ -1,15 +1,14 @@
 """Models with latent attention, end to end: the tokens of transformers, whatever was computed before and beside them."""
 
-import platform
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM
 from octavo.errors import ConfigError, VerifyError
-from tests.equivalence.test_hybrids import BOTH, GREEDY, STAGES, TENSOR, open_llm, prompts_of, said, second_turns
+from tests.equivalence.test_hybrids import BOTH, GREEDY, STAGES, TENSOR, check_ranks, check_schedules, open_llm, prompts_of, second_turns
 from tests.equivalence.test_schedules import difference, proof
 from tests.equivalence.test_verify import run
 from tests.support.families import family_model, reference_model
@@ -47,27 +46,8 @@ def test_latent_attention_gives_the_tokens_transformers_gives(name: str, native:
 def test_no_schedule_changes_a_bit_of_an_answer(
     name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, prompts = family_model(tmp_path / "model", LATENTS[name], seed=42), prompts_of((1, 40, 65, 150))
-    if settings.get("cpu_isa") == "avx2" and platform.machine() == "aarch64":
-        settings = settings | {"cpu_isa": "portable"}
-    params = SamplingParams(temperature=1.0, max_tokens=8, seed=3, n=4, ignore_eos=True, logprobs=2)
-    beams = BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True)
-    with open_llm(folder, True, enable_prefix_caching=False, **settings) as llm:
-        alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
-        sampled = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
-        searched = [llm.beam_search([{"prompt_token_ids": prompt}], beams)[0] for prompt in prompts[1:3]]
-    for preempt_every in (0, 3):
-        monkeypatch.setenv("OCTAVO_DEBUG", f"preempt.every={preempt_every},check=1")
-        with open_llm(folder, True, max_num_batched_tokens=16, pipeline_depth=1 + (preempt_every > 0), **settings) as llm:
-            for _ in range(2):  # the second time from cached blocks
-                assert said(llm.generate(prompts, GREEDY, use_tqdm=False)) == said(alone)
-                assert said(llm.generate(prompts, params, use_tqdm=False)) == said(sampled)
-                found = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts[1:3]], beams)
-                assert [[one.tokens for one in each.sequences] for each in found] == [
-                    [one.tokens for one in each.sequences] for each in searched
-                ]
-            stats = llm._core.scheduler.stats
-            assert stats.prefix_hits > 0 and (stats.preemptions > 0) == (preempt_every > 0)
+    folder = family_model(tmp_path / "model", LATENTS[name], seed=42)
+    check_schedules(folder, prompts_of((1, 40, 65, 150)), slice(1, 3), settings, monkeypatch)
 
 
 # promise: octavo-verify
@@ -128,15 +108,7 @@ def test_ranks_and_stages_of_latent_attention_give_its_text(
     name: str, native: bool, split: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has some heads, and the latents of all tokens. Second turns continue from cached blocks, and rows are preempted."""
-    folder, answers = family_model(tmp_path / "model", LATENTS[name], seed=45), []
-    monkeypatch.setenv("OCTAVO_DEBUG", "preempt.every=5,check=1")
-    for settings in ({}, split):
-        with open_llm(folder, native, max_num_seqs=4, max_num_batched_tokens=32, **settings) as llm:
-            first = llm.generate(prompts_of((1, 40, 65)), GREEDY, use_tqdm=False)
-            answers.append(first + llm.generate(second_turns(first), GREEDY, use_tqdm=False))
-            stats = llm._core.scheduler.stats
-            assert stats.preemptions > 0 and stats.prefix_hits > 0
-    assert all(same_greedy_text(one, other) for one, other in zip(*answers, strict=True))
+    check_ranks(family_model(tmp_path / "model", LATENTS[name], seed=45), native, split, prompts_of((1, 40, 65)), monkeypatch)
 
 
 def test_a_context_of_latents_is_refused_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

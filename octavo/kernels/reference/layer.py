@@ -248,6 +248,7 @@ def pack_words(codes: Tensor, bits: int, span: int) -> Tensor:
 #
 # The outputs of experts are added to a token in the order of their numbers, independently of the rest of the batch.
 
+
 def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token [T, chosen] int64, the best first, and their weights [T, chosen] float32.
 
