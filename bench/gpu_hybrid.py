@@ -1,8 +1,9 @@
-"""Gated DeltaNet on one NVIDIA GPU, in the shapes of Qwen3.5-9B and 27B: `python -m bench.gpu_hybrid [--parts states,prompt,loads]`.
+"""Gated DeltaNet on one NVIDIA GPU, in the shapes of Qwen3.5-9B, 27B and 35B-A3B: `python -m bench.gpu_hybrid [--parts states,prompt]`.
 
     states    the state update of decode steps: microseconds, and TB/s of states read and written, at 1 to 256 rows
     prompt    the kernels of a prompt of 8,192 tokens, and their time as a share of that of the matrix products around them
     loads     whole engines with random weights on published loads, beside the least time that reading and multiplying take
+    hit       the first token of 20,000 known and 64 new tokens, beside a dense model of Qwen3-8B's shape
 
 Kernels are compared with the reference first, on few tokens. Times are medians of CUDA graphs replayed, over enough states that none
 waits in the L2. `--tiny` is for the interpreter: small sizes, times without meaning.
@@ -12,9 +13,11 @@ import argparse
 import json
 import statistics
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -45,6 +48,8 @@ class Shape:
     dim: int = 128  # of the heads of q, k and v
     head_dim: int = 256
     vocab: int = 248320
+    experts: int = 0  # of `inner` each; one more is shared by all tokens
+    chosen: int = 8
 
     @property
     def channels(self) -> int:
@@ -57,16 +62,18 @@ class Shape:
         own = [(self.channels + wide, self.hidden), (2 * self.v_heads, self.hidden), (self.hidden, wide)]
         return [*own, (2 * self.inner, self.hidden), (self.hidden, self.inner)]
 
-    @property
-    def attention(self) -> list[tuple[int, int]]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return [(2 * q + 2 * kv, self.hidden), (self.hidden, q), (2 * self.inner, self.hidden), (self.hidden, self.inner)]
+    def numbers(self, rows: float) -> float:
+        """The numbers of all layers' matrices that a step of so many rows reads, if each row chooses its experts at random."""
+        wide, q, kv = self.v_heads * self.dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        recurrent, attention = self.channels + 2 * wide + 2 * self.v_heads, 3 * q + 2 * kv
+        read = 1 + self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts else 1
+        mixers = 3 * recurrent + attention + 4 * self.experts  # four layers have four routers
+        return self.layers // 4 * self.hidden * (mixers + 12 * read * self.inner)
 
     @property
-    def numbers(self) -> int:
-        """The numbers of all layers' matrices."""
-        each = [sum(rows * columns for rows, columns in matrices) for matrices in (self.matrices, self.attention)]
-        return self.layers // 4 * (3 * each[0] + each[1])
+    def multiplied(self) -> float:
+        """The numbers by which each token of a prompt is multiplied."""
+        return self.numbers(1)
 
     @property
     def state_bytes(self) -> int:
@@ -74,6 +81,11 @@ class Shape:
         return (self.v_heads * self.dim * self.dim + 3 * self.channels) * 4
 
     def config(self) -> dict[str, Any]:
+        if self.experts:
+            return replace(self, experts=0).config() | {
+                "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": self.experts,
+                "num_experts_per_tok": self.chosen, "moe_intermediate_size": self.inner, "shared_expert_intermediate_size": self.inner,
+            }  # fmt: skip
         return {
             "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": self.hidden,
             "intermediate_size": self.inner, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
@@ -85,7 +97,10 @@ class Shape:
         }  # fmt: skip
 
 
-MODELS = {"9B": Shape(4096, 12288, 32, 16, 4), "27B": Shape(5120, 17408, 64, 24, 4, v_heads=48)}
+MODELS = {
+    "9B": Shape(4096, 12288, 32, 16, 4), "27B": Shape(5120, 17408, 64, 24, 4, v_heads=48),
+    "35B-A3B": Shape(2048, 512, 40, 16, 2, experts=256),
+}  # fmt: skip
 TINY = Shape(64, 96, 4, 2, 1, k_heads=1, v_heads=2, dim=16, head_dim=32, vocab=500)
 
 
@@ -154,20 +169,24 @@ def least_seconds(shape: Shape, requests: list[tuple[list[int], int]], streams: 
     """The least time for requests: steps read all matrices and the states of their rows, and prompts are multiplied."""
     prompts, answers = sum(len(ids) for ids, _ in requests), sum(count for _, count in requests)
     steps = max(max(count for _, count in requests), answers / streams)
-    matrices, recurrent = 2 * (shape.numbers + shape.vocab * shape.hidden), shape.layers * 3 // 4
+    matrices, recurrent = 2 * (shape.numbers(answers / steps) + shape.vocab * shape.hidden), shape.layers * 3 // 4
     moved = steps * matrices + 2 * answers * recurrent * shape.state_bytes
-    return moved / READ + 2 * prompts * shape.numbers / MULTIPLIED
+    return moved / READ + 2 * prompts * shape.multiplied / MULTIPLIED
 
 
-def print_loads(name: str, shape: Shape, wanted: list[str], settings: dict[str, Any]) -> None:
-    from bench.gpu_loads import run
+def random_model(config: dict[str, Any], settings: dict[str, Any]) -> Any:
     from octavo import LLM
-    from octavo.bench import loads
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(shape.config()))
-        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, **{"device": "cuda"} | settings)
-    with llm:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, **{"device": "cuda"} | settings)
+
+
+def print_loads(name: str, shape: Shape, wanted: list[str], busy: bool, settings: dict[str, Any]) -> None:
+    from bench.gpu_loads import print_busy, run
+    from octavo.bench import loads
+
+    with random_model(shape.config(), settings) as llm:
         for load in wanted:
             requests = loads.GPU[load]()
             run(llm, [(ids[:64], min(count, 4)) for ids, count in requests[:64]], 0)
@@ -176,6 +195,30 @@ def print_loads(name: str, shape: Shape, wanted: list[str], settings: dict[str, 
             took, least = statistics.median(seconds), least_seconds(shape, requests, min(len(requests), 256))
             rounds = " ".join(f"{one:.2f}" for one in seconds)
             print(f"{name} {load:8} {tokens / took:10,.0f} tok/s   rounds {rounds} s, least {least:.2f} s: {least / took:4.0%}", flush=True)
+            if busy:
+                print_busy(llm, requests, 0.6)
+
+
+def first_token_after_hit(config: dict[str, Any], settings: dict[str, Any]) -> float:
+    """The median of the seconds until the first token of prompts that share 20,000 tokens."""
+    from octavo import SamplingParams
+
+    rng, params = Random(5), SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
+    known, seconds = [rng.randrange(10_000) for _ in range(20_000)], []
+    with random_model(config, {"max_model_len": 32768} | settings) as llm:
+        for _ in range(9):
+            start = time.perf_counter()
+            llm.generate([known + [rng.randrange(10_000) for _ in range(64)]], params, use_tqdm=False)
+            seconds.append(time.perf_counter() - start)
+    print(f"  first {seconds[0] * 1e3:.1f} ms, then " + " ".join(f"{one * 1e3:.1f}" for one in seconds[1:]), flush=True)
+    return statistics.median(seconds[2:])  # the second leaves a checkpoint where the known tokens end
+
+
+def print_hits(name: str, shape: Shape, settings: dict[str, Any]) -> None:
+    from octavo.bench import loads
+
+    found, dense = (first_token_after_hit(config, settings) for config in (shape.config(), loads.QWEN3_8B))
+    print(f"{name} first token after a hit {found * 1e3:.1f} ms, {found / dense:.2f} of Qwen3-8B's {dense * 1e3:.1f} ms", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,6 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", default="states,prompt,loads")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--loads", default="single,nano256,prefill")
+    parser.add_argument("--busy", action="store_true", help="how long the device computes in a round, by kernel")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
     args = parser.parse_args(arguments)
@@ -195,13 +239,16 @@ def main(arguments: list[str] | None = None) -> int:
         for name, shape in models.items():
             if "states" in parts:
                 print_states(name, shape, [1, 3] if args.tiny else [1, 2, 4, 8, 16, 32, 64, 128, 256])
-            if "prompt" in parts:
+            if "prompt" in parts and not shape.experts:
                 print_prompt(name, shape, 80 if args.tiny else 8192)
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()  # for the engine, which plans with what is free
     settings = {key: json.loads(value) if value[0].isdigit() else value for key, value in (item.split("=", 1) for item in args.set)}
-    for name, shape in models.items() if "loads" in parts else ():
-        print_loads(name, shape, args.loads.split(","), settings)
+    for name, shape in models.items():
+        if "loads" in parts:
+            print_loads(name, shape, args.loads.split(","), args.busy, settings)
+        if "hit" in parts:
+            print_hits(name, shape, settings)
     return 0
 
 

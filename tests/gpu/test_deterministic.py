@@ -17,7 +17,7 @@ COUNT, PREFIX = 40, 100
 Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
 SETTINGS: dict[str, Any] = {
     "device": "cuda", "deterministic": True, "skip_tokenizer_init": True, "block_size": 16, "max_model_len": 512, "max_num_seqs": 24,
-    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 1 << 28,
 }  # fmt: skip
 
 
