@@ -66,10 +66,12 @@ silu_and_mul = by_device(layer.silu_and_mul, "step.elementwise")
 gelu_and_mul = by_device(layer.gelu_and_mul, "step.elementwise")
 gate_and_mul = by_device(layer.gate_and_mul, "step.elementwise")
 scale_logits = by_device(layer.scale_logits, "step.elementwise")
+add_weighted = by_device(layer.add_weighted, "step.elementwise")
 
 # -- products of small batches, each with the small operations before it
 
 few_linear = by_device(layer.linear, "gemv.products")
+few_gate_up = by_device(layer.few_gate_up, "gemv.products")
 norm_linear = by_device(layer.norm_linear, "gemv.products")
 norm_router = by_device(layer.norm_router, "gemv.products")
 norm_gate_up = by_device(layer.norm_gate_up, "gemv.products")

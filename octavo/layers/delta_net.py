@@ -46,8 +46,12 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Returns the result of each token [T, v_heads * v_dim]. The caller applies `output`."""
+        return self.mix(self.in_proj(x), self.gates(x), cache, batch)
+
+    def mix(self, projected: Tensor, gates: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
+        """Like `forward`, for the results of `in_proj` and `gates`."""
         assert batch.states is not None, "a recurrent layer needs the slots of its states"
-        qkv, z = self.in_proj(x).split([self.spec.channels, self.spec.v_size], dim=1)
+        qkv, z = projected.split([self.spec.channels, self.spec.v_size], dim=1)
         weights = self.conv.weight.squeeze(1), self.decay, self.dt_bias
-        mixed = self.recur(qkv, self.gates(x), *weights, cache["conv"], cache["recurrent"], batch.query_start, batch.states)
+        mixed = self.recur(qkv, gates, *weights, cache["conv"], cache["recurrent"], batch.query_start, batch.states)
         return gated_norm(mixed, z.view(mixed.shape), self.norm.weight, self.norm.eps).flatten(1)

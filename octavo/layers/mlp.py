@@ -20,9 +20,19 @@ from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
 from octavo.kernels.gates import Activation, Gate
-from octavo.kernels.ops import choose_experts, choose_in_groups, gate_and_mul, gelu, invariant_mixture, mixture
+from octavo.kernels.ops import (
+    add_weighted,
+    choose_experts,
+    choose_in_groups,
+    few_gate_up,
+    few_linear,
+    gate_and_mul,
+    gelu,
+    invariant_mixture,
+    mixture,
+)
 from octavo.layers.linear import Linear, MergedLinear, RowParallelLinear
-from octavo.quant.schemes import Packed, QuantScheme, empty_parameter
+from octavo.quant.schemes import Packed, QuantScheme, Unquantized, empty_parameter
 
 
 class MLP(nn.Module):
@@ -92,6 +102,13 @@ class SharedExpert(nn.Module):
         out: Tensor = self.down(self.gate_up.scheme.gated(self.gate_up, x))
         return out
 
+    def few(self, x: Tensor) -> Tensor:
+        """Like `forward`, with the kernels for small batches."""
+        if not isinstance(self.gate_up.scheme, Unquantized) or not isinstance(self.down.scheme, Unquantized):
+            return self.forward(x)
+        gated = few_gate_up(x, cast(Tensor, self.gate_up.weight))
+        return few_linear(gated, cast(Tensor, self.down.weight))
+
 
 class Mixture(nn.Module):
     def __init__(
@@ -123,16 +140,24 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x, self.router(x))
 
-    def mix(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Like `forward`, for given logits of all experts [T, count]."""
+    def mix(self, x: Tensor, logits: Tensor, few: bool = False) -> Tensor:
+        """Like `forward`, for given logits of all experts [T, count]. `few`: whether the rows are a small batch"""
         ids, weights = self._choose(logits)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
         compute = invariant_mixture if self.experts.gate_up.scheme.invariant else mixture
         out = compute(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
         if self.shared is not None:
-            shared = self.shared(x)
-            out = out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+            out = self._with_shared(out, self.shared.few(x) if few else self.shared(x), x)
         return self.comm.all_reduce(out)
+
+    def _with_shared(self, out: Tensor, shared: Tensor, x: Tensor) -> Tensor:
+        gate = self.shared_gate
+        if gate is None:
+            return out + shared
+        if isinstance(gate.scheme, Unquantized) and not gate.scheme.invariant:
+            return add_weighted(out, shared, x, cast(Tensor, gate.weight))
+        weight: Tensor = gate(x)
+        return out + torch.sigmoid(weight) * shared
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.routing

@@ -4,6 +4,7 @@ A decode step of a small batch runs a layer as few fused kernels (`SmallBatch`),
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -46,8 +47,9 @@ class DenseLayer(nn.Module):
     """A mixer, then the MLP. Norms are before a sub-layer, after it, or both; without one before, it reads the stream itself."""
 
     def __init__(
-        self, config: DenseConfig, layer: int, mixer: Mixer, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+        self, config: DenseConfig, layer: int, mixer: Mixer, few: int, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
     ) -> None:
+        """`few`: the maximum number of rows of a small batch, 0 if there are no kernels for it"""
         super().__init__()
         shape = config.layers[layer]
         before, after = shape.norms != "after", shape.norms != "before"
@@ -60,8 +62,9 @@ class DenseLayer(nn.Module):
         self.mlp = build_mlp(shape.mlp, config.hidden_size, config.mlp_bias, scheme, dtype, comm)
         self.mlp_after_norm = build_norm(config, shape.norm, dtype) if after else None
         norms = self.attention_norm, self.attention_after_norm, self.mlp_norm, self.mlp_after_norm
-        fuses = isinstance(mixer, Attention)
-        self.small_batch = SmallBatch(layer, cast(Attention, mixer), self.mlp, norms, self.residual_scale) if fuses else None
+        self.small_batch: SmallBatch | None = None
+        if not isinstance(mixer, LatentAttention):
+            self.small_batch = SmallBatch(layer, mixer, self.mlp, norms, shape.residual_scale, few)
 
     @property
     def mixer(self) -> Mixer:
@@ -100,7 +103,7 @@ class ParallelLayer(nn.Module):
     """Attention and the MLP read the same normed input, and both results are added."""
 
     def __init__(
-        self, config: DenseConfig, layer: int, mixer: Mixer, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+        self, config: DenseConfig, layer: int, mixer: Mixer, few: int, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
     ) -> None:
         super().__init__()
         shape = config.layers[layer]
@@ -175,7 +178,8 @@ class DenseModel(Decoder):
         ropes = {rope: build_rope(rope, specs[0].rotated, max_len) for rope in {spec.rope for spec in specs}}
         kind = ParallelLayer if config.layers[0].parallel else DenseLayer
         mixers = [build_mixer(config, layer, ropes, backend, scheme, dtype, comm) for layer in range(config.num_layers)]
-        layers = [kind(config, layer, mixer, scheme, dtype, comm) for layer, mixer in enumerate(mixers)]
+        few = min((mixer.backend.few_rows for mixer in mixers if isinstance(mixer, Attention)), default=0)
+        layers = [kind(config, layer, mixer, few, scheme, dtype, comm) for layer, mixer in enumerate(mixers)]
         norm = build_norm(config, config.norm, dtype)
         embedding_norm = build_norm(config, config.norm, dtype) if config.normed_embedding else None
         scales = Scales(config.embedding_scale, config.logit_scale, config.logit_cap)
@@ -190,10 +194,11 @@ class DenseModel(Decoder):
 #     norm_gate_up             norm of the attention output, residual add, norm, gate and up, silu(gate) * up
 #     few_linear               down
 #
-# In an MoE layer, the last two are four: the router with the preceding operations, the selection, gate and up, down. A norm after the
-# last product is a separate kernel. For quantised matrices, norms and the merge are separate kernels; for 8-bit floats the merge is,
-# and from two rows on the norms, too. A single stream executes one kernel after another, so fewer of them are faster; and each starts
-# while the previous one still runs.
+# In an MoE layer, the last two are four: the router with the preceding operations, the selection, gate and up, down. A recurrent mixer,
+# and attention with a gate, run their usual kernels between the first product and the output. A norm after the last product is a
+# separate kernel. For quantised matrices, norms and the merge are separate kernels; for 8-bit floats the merge is, and from two rows on
+# the norms, too. A single stream executes one kernel after another, so fewer of them are faster; and each starts while the previous one
+# still runs.
 
 Norms = tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # before and after attention, before and after the MLP
 
@@ -210,38 +215,53 @@ def joined(x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tens
 class SmallBatch:
     """The kernels of a layer, for one new token in each of at most `rows` rows: 0 if they lack something that the layer has."""
 
-    def __init__(self, layer: int, attention: Attention, mlp: MLP | Mixture, norms: Norms, residual_scale: float) -> None:
-        self._layer, self._attention, self._mlp, self._scale = layer, attention, mlp, residual_scale
-        self.rows = 0 if any(isinstance(norm, LayerNorm) for norm in norms) else _most_rows(attention, mlp, norms[2])
+    def __init__(self, layer: int, mixer: Attention | DeltaNet, mlp: MLP | Mixture, norms: Norms, residual_scale: float, rows: int) -> None:
+        self._layer, self._mlp, self._scale, self._comm = layer, mlp, residual_scale, mixer.output.comm
+        self.rows = rows if _is_known(mixer, mlp, norms) else 0
+        if isinstance(mixer, DeltaNet):
+            self._mix = partial(self._recur, mixer)
+        else:
+            self._mix = partial(self._attend_and_gate if mixer.output_gate else self._attend, mixer)
         self._norm, self._after_norm, self._mlp_norm, self._mlp_after_norm = cast(tuple[RMSNorm | None, ...], norms)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        attention, mlp = self._attention, self._mlp
+        mlp, front = self._mlp, (self._after_norm, self._scale)
+        x, residual = self._mix(x, residual, batch)
+        x = self._comm.all_reduce(x)
+        if isinstance(mlp, Mixture):
+            logits, x, residual = _norm_linear_kept(mlp.router, x, residual, cast(RMSNorm, self._mlp_norm), *front)
+            return self._added(mlp.mix(x, logits, few=True)), residual
+        gated, residual = _gate_up(mlp, x, residual, self._mlp_norm, *front)
+        return self._added(mlp.down.comm.all_reduce(_linear(mlp.down, gated))), residual
+
+    def _attend(self, attention: Attention, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         qkv, residual = _norm_linear(attention.qkv, x, residual, self._norm)
         cache, backend = batch.caches[self._layer], cast(FewBackend, attention.backend)
         parts, parts_lse = backend.attend_few(qkv, attention.norms, attention.rope, cache, batch, attention.sinks)
-        x = attention.output.comm.all_reduce(_merge_linear(attention.output, parts, parts_lse, x.dtype))
-        front = self._after_norm, self._scale
-        if isinstance(mlp, Mixture):
-            logits, x, residual = _norm_router(mlp.router, x, residual, cast(RMSNorm, self._mlp_norm), *front)
-            return self._added(mlp.mix(x, logits)), residual
-        gated, residual = _gate_up(mlp, x, residual, self._mlp_norm, *front)
-        return self._added(mlp.down.comm.all_reduce(_linear(mlp.down, gated))), residual
+        return _merge_linear(attention.output, parts, parts_lse, x.dtype), residual
+
+    def _attend_and_gate(self, attention: Attention, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        projected, residual = _norm_linear(attention.qkv, x, residual, self._norm)
+        return _linear(attention.output, attention.mix(projected, batch.caches[self._layer], batch)), residual
+
+    def _recur(self, mixer: DeltaNet, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        projected, x, residual = _norm_linear_kept(mixer.in_proj, x, residual, cast(RMSNorm, self._norm))
+        return _linear(mixer.output, mixer.mix(projected, _linear(mixer.gates, x), batch.caches[self._layer], batch)), residual
 
     def _added(self, x: Tensor) -> Tensor:
         x = x if self._mlp_after_norm is None else self._mlp_after_norm.alone(x)
         return x if self._scale == 1 else x * self._scale
 
 
-def _most_rows(attention: Attention, mlp: MLP | Mixture, mlp_norm: Norm | None) -> int:
-    if isinstance(mlp, MLP):
-        linears: tuple[Linear, ...] = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        known = mlp.gate_up.bias is None and mlp.gate is not None
-    else:
-        linears, known = (attention.qkv, attention.output, mlp.router), mlp_norm is not None
-    known &= not attention.output_gate
-    known &= all(isinstance(linear.scheme, (Unquantized, Packed, Fp8)) and linear.in_features <= MAX_HELD for linear in linears)
-    return attention.backend.few_rows if known else 0
+def _is_known(mixer: Attention | DeltaNet, mlp: MLP | Mixture, norms: Norms) -> bool:
+    """Whether the kernels have all that the layer has."""
+    first = mixer.in_proj if isinstance(mixer, DeltaNet) else mixer.qkv
+    last: tuple[Linear, ...] = (mlp.gate_up, mlp.down) if isinstance(mlp, MLP) else (mlp.router,)
+    if any(isinstance(norm, LayerNorm) for norm in norms) or (isinstance(mixer, DeltaNet) and norms[0] is None):
+        return False
+    gated = mlp.gate_up.bias is None and mlp.gate is not None if isinstance(mlp, MLP) else norms[2] is not None
+    schemes = Unquantized, Packed, Fp8
+    return gated and all(isinstance(one.scheme, schemes) and one.in_features <= MAX_HELD for one in (first, mixer.output, *last))
 
 
 def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
@@ -251,15 +271,16 @@ def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm | No
     return norm_linear(x, residual, *_norm(norm), *_parameters(linear))
 
 
-def _norm_router(
-    router: Linear, x: Tensor, residual: Tensor, norm: RMSNorm, after: RMSNorm | None, scale: float
+def _norm_linear_kept(
+    linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm, after: RMSNorm | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not isinstance(router.scheme, Unquantized):
+    """Like `_norm_linear`. Also returns the normed rows, before the stream."""
+    if not isinstance(linear.scheme, Unquantized):
         x = x if after is None else after.alone(x)
         x, residual = norm(x if scale == 1 else x * scale, residual)
-        return router(x), x, residual
+        return linear.scheme.apply(linear, x), x, residual
     of_after = None if after is None else after.weight
-    return norm_router(x, residual, norm.weight, norm.eps, *_parameters(router), of_after, scale)
+    return norm_router(x, residual, norm.weight, norm.eps, *_parameters(linear), of_after, scale)
 
 
 def _norm(norm: RMSNorm | None) -> tuple[Tensor | None, float]:

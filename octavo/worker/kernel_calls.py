@@ -24,7 +24,7 @@ from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.delta_net.launch import SHORT, TILED_ROWS, delta_net
 from octavo.kernels.triton.fp8 import fp8_calls
-from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
+from octavo.kernels.triton.gemv.products import few_gate_up, linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
 from octavo.kernels.triton.moe.products import mixture_calls
 from octavo.kernels.triton.packed.products import packed_calls
@@ -33,7 +33,7 @@ from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
 from octavo.kernels.triton.step.cache import copy_blocks, write_kv
-from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, scale_logits
+from octavo.kernels.triton.step.elementwise import add_weighted, gate_and_mul, gelu, scale_logits
 from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, gated_norm, layer_norm, norm_add, norm_add_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.step.logit_edits import HEAD
@@ -85,8 +85,9 @@ class KernelCalls:
         calls += [self.attend_to(1, 32, spec) for spec in attentions]
         calls += [self.attend_to(1, 1, spec, in_teams=True) for spec in attentions if spec.window is None]
         few = (1, 2, GEMV_ROWS) if self.has_small_batches() else ()
-        calls += [self.few_rows(rows, spec) for rows in few for spec in attentions]
+        calls += [self.few_rows(rows, spec) for rows in few for spec in attentions if not spec.output_gate]
         calls += [self.few_products(rows) for rows in few]
+        calls += [self.few_around(rows, spec) for rows in few for spec in shapes.recurrences]
         steps = (*((rows, 1) for rows in TILED_ROWS), (2, 2 * SHORT))
         calls += [self.recur(rows, tokens, spec) for spec in shapes.recurrences for rows, tokens in steps]
         if shapes.experts is not None and self.gate is not None:
@@ -106,7 +107,7 @@ class KernelCalls:
     def has_small_batches(self) -> bool:
         """As `SmallBatch` in `models/dense.py`."""
         plain = self.layer.norm.kind == "rms" and not self.layer.parallel and self.gate is not None
-        attention = self.spec.qk_norm != "whole" and not self.spec.alibi and not self.spec.output_gate
+        attention = self.spec.qk_norm != "whole" and not self.spec.alibi
         return plain and few_rows(self.spec.head_dim) > 0 and attention
 
     def norms_between_products(self) -> list[Call]:
@@ -128,7 +129,9 @@ class KernelCalls:
     def between_products(self) -> list[Call]:
         model, inner, gate, calls = self.model, self.layer.mlp.inner, self.gate, list[Call]()
         experts = self.layer.mlp.experts
-        gated = inner if experts is None else experts.shared_inner
+        gated = inner if experts is None else self.shared_inner
+        if experts is not None and experts.shared_gated:
+            calls.append(lambda: add_weighted(self.hidden(2), self.hidden(2), self.hidden(2), self.hidden(1)))
         if gate is None:
             calls.append(lambda: gelu(self.numbers(2, inner)))
         elif gated:
@@ -189,13 +192,28 @@ class KernelCalls:
             bias = self.numbers(wide) if shapes.qkv_bias else None
             before, after = scale if layer.norms != "after" else None, scale if layer.norms != "before" else None
             norm_linear(x, x, before, eps, self.matrix(wide, hidden, rows), bias, after, times)
+            if self.spec.output_gate:
+                linear(self.numbers(rows, self.spec.q_size), self.matrix(hidden, self.spec.q_size, rows))
             if shapes.experts is not None:
                 count, bias = shapes.experts.count, self.numbers(shapes.experts.count) if shapes.experts.bias else None
                 norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, times)
+                if shared := self.shared_inner:
+                    linear(few_gate_up(x, self.numbers(2 * shared, hidden)), self.numbers(hidden, shared))
                 return
             assert self.gate is not None
             norm_gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)
             linear(self.numbers(rows, inner), self.matrix(hidden, inner, rows), None)
+
+        return call
+
+    def few_around(self, rows: int, spec: DeltaNetSpec) -> Call:
+        """The products around a recurrence."""
+
+        def call() -> None:
+            x, scale, hidden = self.hidden(rows), self.scales(self.model.hidden_size), self.model.hidden_size
+            norm_router(x, x, scale, self.layer.norm.eps, self.numbers(spec.channels + spec.v_size, hidden))
+            linear(x, self.numbers(2 * spec.v_heads, hidden))
+            linear(self.numbers(rows, spec.v_size), self.matrix(hidden, spec.v_size, rows))
 
         return call
 
@@ -226,6 +244,11 @@ class KernelCalls:
         cache = self.cache()
         q = write_kv(self.qkv(tokens), self.norms(), *self.turns(spec), self.words(tokens), self.places(tokens), cache, cache)
         return q, cache, cache
+
+    @property
+    def shared_inner(self) -> int:
+        experts = self.layer.mlp.experts
+        return 0 if experts is None else experts.shared_inner
 
     def hidden(self, rows: int) -> Tensor:
         return self.numbers(rows, self.model.hidden_size)

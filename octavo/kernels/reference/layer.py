@@ -117,12 +117,22 @@ def scale_logits(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     return logits.copy_(wide if cap is None else cap * torch.tanh(wide / cap))
 
 
+def add_weighted(out: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Returns out + sigmoid(x w) * shared: the result of an expert that all tokens share. x: [T, hidden]; weight: [1, hidden]"""
+    return out + torch.sigmoid(multiply(x, weight)) * shared
+
+
 # -- products of small batches, each fused with the step before or after it
 
 
 def linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Returns x W^T [rows, out]. x: [rows, in]; weight: [out, in]"""
     return multiply(x, weight, bias) if isinstance(weight, Tensor) else fp8_linear(x, weight, bias)
+
+
+def few_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns silu(gate) * up of x [rows, in]. weight: [2 * size, in], gate over up"""
+    return gate_and_mul(multiply(x, weight), "swiglu")
 
 
 def norm_linear(

@@ -12,7 +12,7 @@ from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.reference import layer as plain_layer
 from octavo.kernels.triton.step.cache import copy_blocks, write_kv
-from octavo.kernels.triton.step.elementwise import gate_and_mul, gelu, gelu_and_mul, scale_logits, silu_and_mul
+from octavo.kernels.triton.step.elementwise import add_weighted, gate_and_mul, gelu, gelu_and_mul, scale_logits, silu_and_mul
 from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, layer_norm, norm_add, norm_add_norm, rms_norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one rounding of the dtype, of numbers near 1
@@ -161,6 +161,15 @@ def test_silu_and_mul(dtype: torch.dtype, size: int, device: str) -> None:
     x = random(device, dtype, 3, 2 * size) * 4
     x[0, 0], x[1, 0] = -200, 200  # whose exponentials no float32 holds
     assert_near(silu_and_mul(x), plain_layer.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("size", [16, 200, 1030])
+@DTYPES
+def test_a_shared_expert_is_added_with_its_weight(dtype: torch.dtype, size: int, device: str) -> None:
+    out, shared, x = (random(device, dtype, 3, size) for _ in range(3))
+    weight = random(device, dtype, 1, size) * size**-0.5
+    weight[0, 0], x[0, 0], x[1, 0] = 1, -200, 200  # whose exponentials no float32 holds
+    assert_near(add_weighted(out, shared, x, weight), plain_layer.add_weighted(out, shared, x, weight))
 
 
 def test_a_kernel_is_called_like_its_reference() -> None:

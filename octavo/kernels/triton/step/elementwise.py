@@ -1,4 +1,4 @@
-"""Functions of single numbers, one tile per program: the activation of an MLP, and the scale and cap of logits.
+"""Functions of single numbers, one tile per program: the activation of an MLP, a weighted sum, and the scale and cap of logits.
 
 The activations: silu(gate) * up, gelu(gate) * up, the clamped gate of gpt-oss, or gelu(up) without a gate.
 """
@@ -13,6 +13,7 @@ from octavo.kernels.triton.attention.common import capped
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 TILE, LOGITS_TILE = 1024, 2048
+PER_WARP = 256  # numbers of a row
 SWIGLU, GEGLU, CLAMPED = (tl.constexpr(GATES.index(gate)) for gate in ("swiglu", "geglu", "clamped"))
 LIMIT, SLOPE = tl.constexpr(CLAMP), tl.constexpr(ALPHA)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
@@ -93,6 +94,36 @@ def gelu_and_mul(x: Tensor) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
     return gate_and_mul(x, "swiglu")
+
+
+# -- the sum of what chosen experts and a shared one return
+
+
+@triton.jit
+def add_row(out, shared, x, weight, result, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    inside = column < SIZE
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    at = row * SIZE + column
+    logit = tl.sum(tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale, 0)
+    added = tl.load(shared + at, mask=inside, other=0.0).to(tl.float32) / (1 + tl.exp(-logit))
+    total = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) + added
+    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
+
+
+def add_weighted(out: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """out + sigmoid(x w) * shared, rounded once. x: [T, hidden]; weight: [1, hidden]"""
+    assert all(one.is_contiguous() and one.shape == out.shape for one in (out, shared, x)) and weight.shape == (1, out.shape[1])
+    result = torch.empty_like(out)
+    rows, size = out.shape
+    if rows:
+        pdl, padded = use_pdl(), int(triton.next_power_of_2(size))
+        add_row[(rows,)](
+            out, shared, x, weight, result, SIZE=size, PADDED=padded, PDL=pdl, num_warps=min(max(padded // PER_WARP, 1), 16), launch_pdl=pdl
+        )
+    return result
 
 
 # -- logits
