@@ -165,13 +165,33 @@ def print_prompt(name: str, shape: Shape, tokens: int) -> None:
     )
 
 
-def least_seconds(shape: Shape, requests: list[tuple[list[int], int]], streams: int) -> float:
-    """The least time for requests: steps read all matrices and the states of their rows, and prompts are multiplied."""
+def least_seconds(shape: Shape, requests: list[tuple[list[int], int]], steps: int) -> float:
+    """The least time for requests in so many steps: they read all matrices, the states and keys of their rows, and multiply prompts."""
     prompts, answers = sum(len(ids) for ids, _ in requests), sum(count for _, count in requests)
-    steps = max(max(count for _, count in requests), answers / streams)
+    contexts = sum(count * len(ids) + count * count // 2 for ids, count in requests)
     matrices, recurrent = 2 * (shape.numbers(answers / steps) + shape.vocab * shape.hidden), shape.layers * 3 // 4
-    moved = steps * matrices + 2 * answers * recurrent * shape.state_bytes
+    keys = shape.layers // 4 * 2 * shape.kv_heads * shape.head_dim * 2
+    moved = steps * matrices + 2 * answers * recurrent * shape.state_bytes + contexts * keys
     return moved / READ + 2 * prompts * shape.multiplied / MULTIPLIED
+
+
+class Steps:
+    """Counts the steps that an engine runs."""
+
+    def __init__(self, llm: Any) -> None:
+        self.count, self._program = 0, llm._core.executor.program
+        self._run = self._program.run
+
+    def __enter__(self) -> "Steps":
+        self._program.run = self._counted
+        return self
+
+    def _counted(self, *given: Any) -> Any:
+        self.count += 1
+        return self._run(*given)
+
+    def __exit__(self, *_: object) -> None:
+        del self._program.run
 
 
 def random_model(config: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -182,7 +202,7 @@ def random_model(config: dict[str, Any], settings: dict[str, Any]) -> Any:
         return LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, **{"device": "cuda"} | settings)
 
 
-def print_loads(name: str, shape: Shape, wanted: list[str], busy: bool, settings: dict[str, Any]) -> None:
+def print_loads(name: str, shape: Shape, wanted: list[str], rounds: int, busy: bool, settings: dict[str, Any]) -> None:
     from bench.gpu_loads import print_busy, run
     from octavo.bench import loads
 
@@ -190,11 +210,15 @@ def print_loads(name: str, shape: Shape, wanted: list[str], busy: bool, settings
         for load in wanted:
             requests = loads.GPU[load]()
             run(llm, [(ids[:64], min(count, 4)) for ids, count in requests[:64]], 0)
-            seconds = [run(llm, requests, 0.6) for _ in range(2)]
+            with Steps(llm) as steps:
+                seconds = [run(llm, requests, 0.6) for _ in range(rounds)]
             tokens = sum(len(ids) for ids, _ in requests) if load == "prefill" else sum(count for _, count in requests)
-            took, least = statistics.median(seconds), least_seconds(shape, requests, min(len(requests), 256))
-            rounds = " ".join(f"{one:.2f}" for one in seconds)
-            print(f"{name} {load:8} {tokens / took:10,.0f} tok/s   rounds {rounds} s, least {least:.2f} s: {least / took:4.0%}", flush=True)
+            took, least = statistics.median(seconds), least_seconds(shape, requests, steps.count // rounds)
+            print(
+                f"{name} {load:8} {tokens / took:10,.0f} tok/s   rounds {' '.join(f'{one:.2f}' for one in seconds)} s of "
+                f"{steps.count // rounds:,} steps, least {least:.2f} s: {least / took:4.0%}",
+                flush=True,
+            )
             if busy:
                 print_busy(llm, requests, 0.6)
 
@@ -226,6 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", default="states,prompt,loads")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--loads", default="single,nano256,prefill")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--busy", action="store_true", help="how long the device computes in a round, by kernel")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
@@ -246,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {key: json.loads(value) if value[0].isdigit() else value for key, value in (item.split("=", 1) for item in args.set)}
     for name, shape in models.items():
         if "loads" in parts:
-            print_loads(name, shape, args.loads.split(","), args.busy, settings)
+            print_loads(name, shape, args.loads.split(","), args.rounds, args.busy, settings)
         if "hit" in parts:
             print_hits(name, shape, settings)
     return 0

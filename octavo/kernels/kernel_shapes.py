@@ -17,6 +17,8 @@ class PackedShape(NamedTuple):
     gated: bool = False  # it is gate over up
     table: bool = False  # codes are looked up in a table
     floats: bool = False  # the table is that of MXFP4
+    shared: int = 0  # width of one more expert, through which every token passes
+    shared_gated: bool = False
 
 
 class Fp8Shape(NamedTuple):
@@ -39,3 +41,5 @@ class ExpertShape:
     group: int = 0
     table: bool = False
     floats: bool = False  # the table is that of MXFP4
+    shared: int = 0  # width of one more expert, through which every token passes
+    shared_gated: bool = False

@@ -71,7 +71,6 @@ add_weighted = by_device(layer.add_weighted, "step.elementwise")
 # -- products of small batches, each with the small operations before it
 
 few_linear = by_device(layer.linear, "gemv.products")
-few_gate_up = by_device(layer.few_gate_up, "gemv.products")
 norm_linear = by_device(layer.norm_linear, "gemv.products")
 norm_router = by_device(layer.norm_router, "gemv.products")
 norm_gate_up = by_device(layer.norm_gate_up, "gemv.products")
@@ -86,6 +85,7 @@ unpack = by_device(layer.unpack, "packed.products")
 fp8_linear = by_device(fp8.fp8_linear, "fp8")
 choose_experts = by_device(layer.choose_experts, "moe.route")
 mixture = by_device(layer.mixture, "moe.products")
+shared_mixture = by_device(layer.shared_mixture, "moe.products")
 
 # -- the cache, the rows, and the samples
 

@@ -24,12 +24,11 @@ from octavo.kernels.ops import (
     add_weighted,
     choose_experts,
     choose_in_groups,
-    few_gate_up,
-    few_linear,
     gate_and_mul,
     gelu,
     invariant_mixture,
     mixture,
+    shared_mixture,
 )
 from octavo.layers.linear import Linear, MergedLinear, RowParallelLinear
 from octavo.quant.schemes import Packed, QuantScheme, Unquantized, empty_parameter
@@ -102,13 +101,6 @@ class SharedExpert(nn.Module):
         out: Tensor = self.down(self.gate_up.scheme.gated(self.gate_up, x))
         return out
 
-    def few(self, x: Tensor) -> Tensor:
-        """Like `forward`, with the kernels for small batches."""
-        if not isinstance(self.gate_up.scheme, Unquantized) or not isinstance(self.down.scheme, Unquantized):
-            return self.forward(x)
-        gated = few_gate_up(x, cast(Tensor, self.gate_up.weight))
-        return few_linear(gated, cast(Tensor, self.down.weight))
-
 
 class Mixture(nn.Module):
     def __init__(
@@ -144,11 +136,22 @@ class Mixture(nn.Module):
         """Like `forward`, for given logits of all experts [T, count]. `few`: whether the rows are a small batch"""
         ids, weights = self._choose(logits)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
+        if few and self._shared_in_floats():
+            shared, gate = cast(SharedExpert, self.shared), None if self.shared_gate is None else matrix(self.shared_gate)
+            out = shared_mixture(x, ids, weights, *stacks, matrix(shared.gate_up), matrix(shared.down), gate, self.first)
+            return self.comm.all_reduce(out)
         compute = invariant_mixture if self.experts.gate_up.scheme.invariant else mixture
         out = compute(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
         if self.shared is not None:
-            out = self._with_shared(out, self.shared.few(x) if few else self.shared(x), x)
+            out = self._with_shared(out, self.shared(x), x)
         return self.comm.all_reduce(out)
+
+    def _shared_in_floats(self) -> bool:
+        """Whether there is a shared expert, and nothing is quantised or biased."""
+        if self.shared is None or self.experts.biases is not None or self.activation != "swiglu":
+            return False
+        used = [self.experts.gate_up, self.experts.down, self.shared.gate_up, self.shared.down, self.shared_gate]
+        return all(one is None or isinstance(one.scheme, Unquantized) for one in used)
 
     def _with_shared(self, out: Tensor, shared: Tensor, x: Tensor) -> Tensor:
         gate = self.shared_gate

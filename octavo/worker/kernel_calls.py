@@ -24,7 +24,7 @@ from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.delta_net.launch import SHORT, TILED_ROWS, delta_net
 from octavo.kernels.triton.fp8 import fp8_calls
-from octavo.kernels.triton.gemv.products import few_gate_up, linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
+from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
 from octavo.kernels.triton.moe.products import mixture_calls
 from octavo.kernels.triton.packed.products import packed_calls
@@ -197,8 +197,6 @@ class KernelCalls:
             if shapes.experts is not None:
                 count, bias = shapes.experts.count, self.numbers(shapes.experts.count) if shapes.experts.bias else None
                 norm_router(x, x, scale, eps, self.numbers(count, hidden), bias, after, times)
-                if shared := self.shared_inner:
-                    linear(few_gate_up(x, self.numbers(2 * shared, hidden)), self.numbers(hidden, shared))
                 return
             assert self.gate is not None
             norm_gate_up(x, x, before, eps, self.matrix(2 * inner, hidden, rows), after, times, self.gate)

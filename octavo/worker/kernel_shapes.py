@@ -74,8 +74,9 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
 def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> ExpertShape:
     form = next((one.codes for one in kept if one.codes and one.matrix.name.startswith(EXPERTS)), None)
     bias = any(matrix.bias for matrix in model.matrices if matrix.name.startswith(EXPERTS))
-    codes = (0, 0) if form is None else (form.bits, form.group, *_table(form))
-    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes)
+    codes = (0, 0, False, False) if form is None else (form.bits, form.group, *_table(form))
+    shared = experts.shared_inner, experts.shared_gated
+    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes, *shared)
 
 
 def _table(form: Codes) -> tuple[bool, bool]:

@@ -38,7 +38,7 @@ from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invaria
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
 from octavo.kernels.triton.invariant.products import invariant_linear
-from octavo.kernels.triton.moe.products import mixture
+from octavo.kernels.triton.moe.products import few_tokens, mixture, shared_mixture
 from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.packed.products import invariant_packed_linear, packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
@@ -137,6 +137,9 @@ def compile_mixture(
     biases = (torch.empty(shapes[0][0], dtype=dtype), torch.empty(shapes[1][0], dtype=dtype)) if gate == "clamped" else None
     ids, weights = choose_experts(torch.empty(tokens, count, dtype=dtype), chosen, "all", True)
     mixture(x, ids, weights, *stacks, biases, gate)
+    if few_tokens(tokens) and not group:
+        shared = (torch.empty(shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner), (1, hidden)))
+        shared_mixture(x, ids, weights, *stacks, *shared)
 
 
 def compile_mixtures() -> None:

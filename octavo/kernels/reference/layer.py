@@ -130,11 +130,6 @@ def linear(x: Tensor, weight: Tensor | Fp8Matrix, bias: Tensor | None = None) ->
     return multiply(x, weight, bias) if isinstance(weight, Tensor) else fp8_linear(x, weight, bias)
 
 
-def few_gate_up(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns silu(gate) * up of x [rows, in]. weight: [2 * size, in], gate over up"""
-    return gate_and_mul(multiply(x, weight), "swiglu")
-
-
 def norm_linear(
     x: Tensor,
     residual: Tensor,
@@ -322,6 +317,23 @@ def mixture(
             out.index_add_(0, tokens, given.float() * weights.flatten()[places].unsqueeze(-1))
         start += size
     return out.to(x.dtype)
+
+
+def shared_mixture(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared_gate_up: Tensor,  # [2 * width, hidden]
+    shared_down: Tensor,  # [hidden, width]
+    shared_gate: Tensor | None,  # [1, hidden]; None: the shared expert has weight 1
+    first: int = 0,
+) -> Tensor:
+    """Returns `mixture` of few tokens in floats, with an expert through which all of them pass."""
+    added = multiply(gate_and_mul(multiply(x, shared_gate_up), "swiglu"), shared_down)
+    out = mixture(x, ids, weights, gate_up, down, first=first)
+    return out + added if shared_gate is None else add_weighted(out, added, x, shared_gate)
 
 
 def _expert(

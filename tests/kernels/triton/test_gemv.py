@@ -41,7 +41,6 @@ def test_norm_in_front_and_gate_behind(dtype: torch.dtype, rows: int, device: st
     given, bias = (x, residual, scales, 1e-5, weight), scales[:42].contiguous()
     pairs = [(products.norm_linear(*given), plain.norm_linear(*given)), (products.norm_gate_up(*given), plain.norm_gate_up(*given))]
     pairs.append((products.norm_linear(*given, bias), plain.norm_linear(*given, bias)))
-    assert_near(products.few_gate_up(x, weight), plain.few_gate_up(x, weight))
     for got, expected in pairs:
         assert_near(got[0], expected[0])
         assert torch.equal(got[1], expected[1])

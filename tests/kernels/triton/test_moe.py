@@ -108,6 +108,19 @@ def by_hand(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     return (given * weights.unsqueeze(-1)).sum(1)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, INNER), (torch.bfloat16, 3 * INNER + 5), (torch.float32, 1 << 14)], ids=str)
+def test_an_expert_that_all_tokens_share_is_added(dtype: torch.dtype, width: int, gated: bool, device: str) -> None:
+    """Of the width of the others, wider, and too wide to be held beside them; a rank lacks some of the others."""
+    gate_up, down = random(device, dtype, 2 * 2 * INNER, HIDDEN) * HIDDEN**-0.5, random(device, dtype, 2 * HIDDEN, INNER) * INNER**-0.5
+    shared = guarded(random(device, dtype, 2 * width, HIDDEN) * HIDDEN**-0.5), guarded(random(device, dtype, HIDDEN, width) * width**-0.5)
+    gate = random(device, dtype, 1, HIDDEN) * HIDDEN**-0.5 if gated else None
+    for tokens in (1, 3):
+        x, (ids, weights) = random(device, dtype, tokens, HIDDEN), choices(tokens, COUNT, device)
+        got = moe.shared_mixture(x, ids, weights, gate_up, down, *shared, gate, first=1)
+        assert_near(got, plain.shared_mixture(x, ids, weights, gate_up, down, *shared, gate, first=1))
+
+
 @FEW
 def test_experts_that_a_rank_does_not_have_add_nothing(few: bool, device: str) -> None:
     gate_up, down = random(device, torch.float32, 2 * 2 * INNER, HIDDEN), random(device, torch.float32, 2 * HIDDEN, INNER)
@@ -169,8 +182,8 @@ def test_a_few_tokens_read_stacks_of_codes_by_themselves(
     gate_up, x = codes(4 * 2 * 5, 3 * group, bits, group, device, order, table), random(device, dtype, 2, 3 * group)
     down, rows = codes(4 * 7, 2 * group, bits, group, device, order, table), random(device, dtype, 2 * CHOSEN, 2 * group)
     biases = (random(device, dtype, 4 * 2 * 5), random(device, dtype, 4 * 7)) if biased else (None, None)
-    assert_near(moe.few_gate_up(x, choice, gate_up, biases[0], "swiglu"), gated_by_hand(x, choice, gate_up, biases[0]))
-    assert_near(moe.few_down(rows, choice, down, biases[1], 7), summed_by_hand(rows, choice, down, biases[1]))
+    assert_near(moe.few_gate_up(x, choice, gate_up, biases[0], "swiglu")[0], gated_by_hand(x, choice, gate_up, biases[0]))
+    assert_near(moe.few_down((rows, rows), choice, down, biases[1], x[:, :7]), summed_by_hand(rows, choice, down, biases[1]))
 
 
 def gated_by_hand(x: Tensor, choice: moe.Choices, stack: DeviceCodes, bias: Tensor | None) -> Tensor:
@@ -199,9 +212,9 @@ def test_rows_of_codes_longer_than_a_step(device: str) -> None:
     ids, weights = torch.tensor([[1, 0]], device=device), torch.tensor([[0.25, 0.5]], device=device)
     choice = moe.Choices(ids, weights, 2, 0)
     gate_up, x = codes(2 * 2 * 5, size, 4, 32, device), random(device, torch.float32, 1, size)
-    assert_near(moe.few_gate_up(x, choice, gate_up, None, "swiglu"), gated_by_hand(x, choice, gate_up, None))
+    assert_near(moe.few_gate_up(x, choice, gate_up, None, "swiglu")[0], gated_by_hand(x, choice, gate_up, None))
     down, rows = codes(2 * 5, size, 4, 32, device), random(device, torch.float32, 2, size)
-    assert_near(moe.few_down(rows, choice, down, None, 5), summed_by_hand(rows, choice, down, None))
+    assert_near(moe.few_down((rows, rows), choice, down, None, x[:, :5]), summed_by_hand(rows, choice, down, None))
 
 
 @pytest.mark.parametrize("few", [*rarely(True), False], ids=["few", "many"])  # of few rows the interpreter takes seconds

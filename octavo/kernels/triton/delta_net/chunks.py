@@ -44,9 +44,16 @@ def rows_of(query_start, token, num_rows):
 def head_inputs(
     qkv, conv, weight, token, first, slot, channel, present, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    return convolved(
-        qkv, conv, weight, token[:, None], first[:, None], slot[:, None], channel[None, :], present, STRIDE, CHANNELS, WIDTH
-    )
+    """The convolution of a tile. Where no token is among the first of its row, nothing is loaded from the states."""
+    if tl.min(token - first, 0) >= WIDTH - 1:
+        out = convolved(
+            qkv, conv, weight, token[:, None], first[:, None], slot[:, None], channel[None, :], present, STRIDE, CHANNELS, WIDTH, True
+        )
+    else:
+        out = convolved(
+            qkv, conv, weight, token[:, None], first[:, None], slot[:, None], channel[None, :], present, STRIDE, CHANNELS, WIDTH
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -133,7 +140,13 @@ def multiply(x, y, total=None):
 
 
 @triton.jit
-def inverse(upper, left, lower):
+def joined(x, y, z, PRECISION: tl.constexpr):
+    """x y z"""
+    return tl.dot(tl.dot(x, y, input_precision=PRECISION), z, input_precision=PRECISION)
+
+
+@triton.jit
+def inverse(upper, left, lower, PRECISION: tl.constexpr):
     """(1 + A)^-1 of a strictly lower triangle, which is given and returned as its three blocks [HALF, HALF] float32.
 
     The inverses of blocks are joined to those of twice the size. Like forward substitution, and unlike powers of the triangle, this
@@ -145,9 +158,9 @@ def inverse(upper, left, lower):
     first, second = one - tl.where(apart == 1, upper, 0.0), one - tl.where(apart == 1, lower, 0.0)
     for level in tl.range(1, LEVELS, num_stages=1):
         between = (apart >> level) == 1
-        first -= multiply(multiply(first, tl.where(between, upper, 0.0)), first)
-        second -= multiply(multiply(second, tl.where(between, lower, 0.0)), second)
-    return first, -multiply(multiply(second, left), first), second
+        first -= joined(first, tl.where(between, upper, 0.0), first, PRECISION)
+        second -= joined(second, tl.where(between, lower, 0.0), second, PRECISION)
+    return first, -joined(second, left, first, PRECISION), second
 
 
 @triton.jit
@@ -243,6 +256,7 @@ def prepare_chunk(
         tl.where(is_lower, upper * decays(early, early) * beta[:, None], 0.0),
         left * decays(late, early) * later_beta[:, None],
         tl.where(is_lower, lower * decays(late, late) * later_beta[:, None], 0.0),
+        "tf32x3" if kind == tl.float32 else "tf32",  # which is more precise than what the result is rounded to
     )
     top, side, bottom = top * beta[None, :], side * beta[None, :], bottom * later_beta[None, :]
     mix_lines(

@@ -12,9 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def input_at(
-    qkv, conv, token, first, slot, channel, present, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+    qkv, conv, token, first, slot, channel, present, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    NEW: tl.constexpr = False,
 ):  # fmt: skip
-    """The inputs of a token, float32; before a row's `first` token, those of the state that it reads."""
+    """The inputs of a token, float32; before a row's `first` token, those of the state that it reads. NEW: no token is before it"""
+    if NEW:
+        return tl.load(qkv + token.to(tl.int64) * STRIDE + channel, mask=present, other=0.0).to(tl.float32)
     new = token >= first
     own = tl.load(qkv + token.to(tl.int64) * STRIDE + channel, mask=present & new, other=0.0).to(tl.float32)
     line = slot * (WIDTH - 1) + token - first + (WIDTH - 1)
@@ -23,13 +26,14 @@ def input_at(
 
 @triton.jit
 def convolved(
-    qkv, conv, weight, token, first, slot, channel, present, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+    qkv, conv, weight, token, first, slot, channel, present, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    NEW: tl.constexpr = False,
 ):  # fmt: skip
-    """silu of the convolution at a token, float32; zeros where channels are not present."""
-    total = input_at(qkv, conv, token - (WIDTH - 1), first, slot, channel, present, STRIDE, CHANNELS, WIDTH)
+    """silu of the convolution at a token, float32; zeros where channels are not present. NEW: all its inputs are of this step"""
+    total = input_at(qkv, conv, token - (WIDTH - 1), first, slot, channel, present, STRIDE, CHANNELS, WIDTH, NEW)
     total *= tl.load(weight + channel * WIDTH, mask=present, other=0.0).to(tl.float32)
     for at in tl.static_range(1, WIDTH):
-        numbers = input_at(qkv, conv, token - (WIDTH - 1) + at, first, slot, channel, present, STRIDE, CHANNELS, WIDTH)
+        numbers = input_at(qkv, conv, token - (WIDTH - 1) + at, first, slot, channel, present, STRIDE, CHANNELS, WIDTH, NEW)
         total += numbers * tl.load(weight + channel * WIDTH + at, mask=present, other=0.0).to(tl.float32)
     return total / (1 + tl.exp(-total))
 

@@ -1,7 +1,6 @@
 """Products of small batches with large weights, limited by reading the weights once; the preceding operations are fused.
 
     linear         x W^T                                      head          rms_norm(x + residual) W^T, and the normed rows
-    few_gate_up    silu(gate) * up of x W^T
     norm_linear    rms_norm(x + residual) W^T                 norm_router   as norm_linear, and the normed rows
     norm_gate_up   silu(gate) * up of that, or other gates    merge_linear  the merged splits of decode attention, W^T
 
@@ -39,11 +38,6 @@ class Front:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiles: ProductTiles | None = None, pdl: bool = True) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
     return _gemv(x, None, weight, bias, tiles, pdl)[0]
-
-
-def few_gate_up(x: Tensor, weight: Tensor, tiles: ProductTiles | None = None, pdl: bool = True) -> Tensor:
-    """silu(gate) * up of x [rows, in], weight [2 * size, in] -> [rows, size]"""
-    return _gemv(x, None, weight, None, tiles, pdl, "swiglu")[0]
 
 
 def norm_linear(

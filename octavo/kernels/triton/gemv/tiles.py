@@ -15,6 +15,7 @@ MERGED_TILE = 65536  # the same, if it merges attention first
 PER_THREAD = 64  # elements in one thread's registers
 PROGRAMS = 1056  # eight for each multiprocessor: with more, each program processes several tiles, and prepares x once for them
 MAX_COLUMNS = 8
+LEAST_PROGRAMS = 128  # one for each multiprocessor, if there are so many rows of W: a router has few
 MAX_SPLITS = 16
 
 
@@ -57,7 +58,7 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
     if (size, out, gated) in MEASURED:
         return MEASURED[size, out, gated]
     matrices = 2 if gated else 1
-    columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS), 1)
+    columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS, out // LEAST_PROGRAMS), 1)
     warps = min(max(columns * size * matrices // (32 * PER_THREAD), 4), 16)
     return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
 

@@ -12,14 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import triton
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.gates import Gate
 from octavo.kernels.kernel_shapes import ExpertShape
+from octavo.kernels.triton.gemv.products import linear
 from octavo.kernels.triton.moe.grouped import grouped_rows, grouped_tiles, many_down, many_gate_up, packed_grouped_tiles
 from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, sort_by_expert
-from octavo.kernels.triton.moe.small_batch import few_down, few_gate_up, row_tiles
+from octavo.kernels.triton.moe.small_batch import MAX_HELD, Shared, few_down, few_gate_up, row_tiles
+from octavo.kernels.triton.step.elementwise import add_weighted, gate_and_mul
 
 FEW_TOKENS = 4
 MOST_TOKENS = 1 << 14  # that are precompiled
@@ -45,11 +48,36 @@ def mixture(
     choices = Choices(ids, weights, count, first)
     of_gate_up, of_down = biases or (None, None)
     if few if few is not None else few_tokens(len(x)) and fit_a_program(choices, gate_up, down):
-        gated = few_gate_up(x, choices, gate_up, of_gate_up, activation)
-        return few_down(gated, choices, down, of_down, x.shape[1])
+        return few_down(few_gate_up(x, choices, gate_up, of_gate_up, activation), choices, down, of_down, x)
     lined_up = sort_by_expert(ids, count, first, tile_rows(choices, x.dtype, gate_up, down))
     gated = many_gate_up(x, choices, lined_up, gate_up, of_gate_up, activation)
     return many_down(gated, choices, lined_up, down, of_down, x.shape[1])
+
+
+def shared_mixture(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shared_gate_up: Tensor,  # [2 * width, hidden]
+    shared_down: Tensor,  # [hidden, width]
+    shared_gate: Tensor | None,  # [1, hidden]; None: the shared expert has weight 1
+    first: int = 0,
+) -> Tensor:
+    """`mixture` of few tokens in floats, and an expert through which all of them pass"""
+    choices, shared = Choices(ids, weights, len(down) // x.shape[1], first), Shared(shared_gate_up, shared_down, shared_gate)
+    if not fits_beside(x.shape[1], down.shape[1], shared_down.shape[1], choices.chosen):
+        added = linear(gate_and_mul(linear(x, shared_gate_up), "swiglu"), shared_down)
+        out = mixture(x, ids, weights, gate_up, down, first=first)
+        return out + added if shared_gate is None else add_weighted(out, added, x, shared_gate)
+    return few_down(few_gate_up(x, choices, gate_up, None, "swiglu", shared), choices, down, None, x, shared)
+
+
+def fits_beside(hidden: int, inner: int, width: int, chosen: int) -> bool:
+    """Whether a program can hold a row of the shared expert beside those of the chosen ones."""
+    held = triton.next_power_of_2(inner) * chosen + triton.next_power_of_2(width)
+    return row_tiles(hidden, 2) is not None and held <= MAX_HELD
 
 
 def fit_a_program(choices: Choices, gate_up: Stack, down: Stack) -> bool:
@@ -95,6 +123,10 @@ def _call(
         stacks = stack(experts, tall, hidden, dtype, device), stack(experts, wide, inner, dtype, device)
         biases = tuple(torch.empty(rows, dtype=dtype, device=device) for rows in (tall, wide)) if experts.bias else None
         mixture(x, ids, weights, *stacks, biases, gate)  # type: ignore[arg-type]
+        if experts.shared and not experts.bits and gate == "swiglu" and few_tokens(tokens):
+            up, back = (torch.empty(size, dtype=dtype, device=device) for size in ((2 * experts.shared, hidden), (hidden, experts.shared)))
+            shared_gate = torch.empty(1, hidden, dtype=dtype, device=device) if experts.shared_gated else None
+            shared_mixture(x, ids, weights, *stacks, up, back, shared_gate)  # type: ignore[arg-type]
 
     return call
 

@@ -2,6 +2,7 @@
 
     gate_up_row    a token's x and one of its experts: a program holds some whole rows of gate and up in registers
     down_row       a token and all its experts: a program holds some rows of each down, and adds their weighted results in registers
+                   A shared expert is one more in both, which needs no choice
     gate_up_codes, down_codes    the same for packed codes, which are multiplied as in `packed/gemv.py`
 
 The second kernel loads its matrices while the first one still runs. It may read the choices before its wait, because the
@@ -79,62 +80,60 @@ def packed_row_tiles(weight: DeviceCodes, matrices: int) -> PackedRow:
 
 @triton.jit(do_not_specialize=["first"])
 def gate_up_row(
-    x,
-    ids,
-    weight,
-    bias,
-    out,
-    first,
-    COUNT: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    INNER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GATE: tl.constexpr,
-    BIASED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out [choices, INNER]; rows of experts that are not in the stack are not written"""
+    x, ids, weight, bias, shared, out, shared_out, first,
+    COUNT: tl.constexpr, CHOSEN: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr,
+    COLUMNS: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [choices, INNER]; rows of experts that are not in the stack are not written. SHARED: the width of the shared expert, or 0
+
+    Behind the choices are the tokens, for the shared expert: shared_out [T, SHARED].
+    """
     wait(PDL)
     begin(PDL)
     program, choice = tl.program_id(0), tl.program_id(1)
+    choices = tl.num_programs(1) // (CHOSEN + 1) * CHOSEN if SHARED else tl.num_programs(1)
+    if choice < choices:
+        expert = (tl.load(ids + choice) - first).to(tl.int64)
+        if (expert >= 0) & (expert < COUNT):
+            gated_row(
+                x + choice // CHOSEN * SIZE, weight + expert * (2 * INNER * SIZE), bias + expert * (2 * INNER),
+                out + choice.to(tl.int64) * INNER, program, SIZE, PADDED, INNER, COLUMNS, GATE, BIASED,
+            )  # fmt: skip
+    elif SHARED:
+        token = choice - choices
+        gated_row(
+            x + token * SIZE, shared, bias, shared_out + token.to(tl.int64) * SHARED, program, SIZE, PADDED, SHARED, COLUMNS, GATE, False
+        )
+
+
+@triton.jit
+def gated_row(
+    x, weight, bias, out, program,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the gated values of one row x, of one expert."""
     kind = out.dtype.element_ty
-    expert = (tl.load(ids + choice) - first).to(tl.int64)
-    if (expert >= 0) & (expert < COUNT):
-        gate = tile_of(weight + expert * (2 * INNER * SIZE), program, SIZE, PADDED, INNER, COLUMNS)
-        up = tile_of(weight + expert * (2 * INNER * SIZE) + INNER * SIZE, program, SIZE, PADDED, INNER, COLUMNS)
-        k = tl.arange(0, PADDED)
-        row = tl.load(x + choice // CHOSEN * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)[None, :]
-        gates, ups = tl.sum(gate.to(tl.float32) * row, 1), tl.sum(up.to(tl.float32) * row, 1)
-        column = program * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < INNER
-        if BIASED:
-            gates += tl.load(bias + expert * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
-            ups += tl.load(bias + expert * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
-        result = gated(gates.to(kind).to(tl.float32), ups.to(kind).to(tl.float32), kind, GATE)
-        tl.store(out + choice.to(tl.int64) * INNER + column, result, mask=inside)
+    gate = tile_of(weight, program, SIZE, PADDED, INNER, COLUMNS)
+    up = tile_of(weight + INNER * SIZE, program, SIZE, PADDED, INNER, COLUMNS)
+    k, column = tl.arange(0, PADDED), program * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(x + k, mask=k < SIZE, other=0.0).to(tl.float32)[None, :]
+    gates, ups = tl.sum(gate.to(tl.float32) * row, 1), tl.sum(up.to(tl.float32) * row, 1)
+    inside = column < INNER
+    if BIASED:
+        gates += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        ups += tl.load(bias + INNER + column, mask=inside, other=0.0).to(tl.float32)
+    result = gated(gates.to(kind).to(tl.float32), ups.to(kind).to(tl.float32), kind, GATE)
+    tl.store(out + column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first"])
 def down_row(
-    x,
-    ids,
-    weights,
-    weight,
-    bias,
-    out,
-    first,
-    COUNT: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """x [choices, SIZE] -> out [T, HIDDEN]"""
+    x, ids, weights, weight, bias, shared_x, shared, hidden_x, shared_gate, out, first,
+    COUNT: tl.constexpr, CHOSEN: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HIDDEN: tl.constexpr,
+    HIDDEN_PADDED: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [choices, SIZE] -> out [T, HIDDEN]. WEIGHTED: the weight of the shared expert is sigmoid(hidden_x shared_gate), otherwise 1"""
     begin(PDL)
     program, token = tl.program_id(0), tl.program_id(1)
     k, column = tl.arange(0, PADDED)[None, :], program * COLUMNS + tl.arange(0, COLUMNS)[:, None]
@@ -144,6 +143,8 @@ def down_row(
         there = (expert >= 0) & (expert < COUNT)
         place = (expert * HIDDEN + column) * SIZE + k
         matrices = matrices + (tl.load(weight + place, mask=there & (column < HIDDEN) & (k < SIZE), other=0.0),)  # type: ignore[assignment]
+    if SHARED:
+        of_all = tile_of(shared, program, SHARED, SHARED_PADDED, HIDDEN, COLUMNS)
     wait(PDL)
     total = tl.zeros([COLUMNS, PADDED], tl.float32)
     biases = tl.zeros([COLUMNS, 1], tl.float32)
@@ -157,6 +158,16 @@ def down_row(
         if BIASED:
             biases += tl.load(bias + expert * HIDDEN + column, mask=there & (column < HIDDEN), other=0.0).to(tl.float32) * share
     result = tl.sum(total, 1)[:, None] + biases
+    if SHARED:
+        k_shared = tl.arange(0, SHARED_PADDED)[None, :]
+        row = tl.load(shared_x + token.to(tl.int64) * SHARED + k_shared, mask=k_shared < SHARED, other=0.0).to(tl.float32)
+        added = tl.sum(of_all.to(tl.float32) * row, 1)[:, None]
+        if WEIGHTED:
+            at = tl.arange(0, HIDDEN_PADDED)
+            stream = tl.load(hidden_x + token.to(tl.int64) * HIDDEN + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+            logit = tl.sum(stream * tl.load(shared_gate + at, mask=at < HIDDEN, other=0.0).to(tl.float32), 0)
+            added = added / (1 + tl.exp(-logit))
+        result += added
     tl.store(out + token.to(tl.int64) * HIDDEN + column, result.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
@@ -175,22 +186,10 @@ def stack_of(words, scales, expert, height, blocks, BITS: tl.constexpr, GROUP: t
 
 @triton.jit
 def ask_for_step(
-    ids,
-    words,
-    scales,
-    choice,
-    first,
-    one: tl.constexpr,
-    blocks,
-    COUNT: tl.constexpr,
-    WIDE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-    GATED: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    ids, words, scales, choice, first, one: tl.constexpr, blocks,
+    COUNT: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, GATED: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """Loads words and scales of step one % STEPS of a program's rows, for the expert of choice + one // STEPS; zeros if it is absent."""
     expert = (tl.load(ids + choice + one // STEPS) - first).to(tl.int64)
     wide = tl.where((expert >= 0) & (expert < COUNT), WIDE, 0)
@@ -217,32 +216,11 @@ def times_step(
 
 @triton.jit(do_not_specialize=["first"])
 def gate_up_codes(
-    x,
-    ids,
-    order,
-    words,
-    scales,
-    table,
-    bias,
-    out,
-    factor,
-    first,
-    COUNT: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TABLE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ORDERED: tl.constexpr,
-    GATE: tl.constexpr,
-    BIASED: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, ids, order, words, scales, table, bias, out, factor, first,
+    COUNT: tl.constexpr, CHOSEN: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    TABLE: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, ORDERED: tl.constexpr, GATE: tl.constexpr,
+    BIASED: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out [choices, INNER]; rows of experts that are not in the stack are not written"""
     wait(PDL)
     begin(PDL)
@@ -276,32 +254,11 @@ def gate_up_codes(
 
 @triton.jit(do_not_specialize=["first"])
 def down_codes(
-    x,
-    ids,
-    weights,
-    order,
-    words,
-    scales,
-    table,
-    bias,
-    out,
-    factor,
-    first,
-    COUNT: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TABLE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BIASED: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, ids, weights, order, words, scales, table, bias, out, factor, first,
+    COUNT: tl.constexpr, CHOSEN: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    TABLE: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, ORDERED: tl.constexpr,
+    BIASED: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """x [choices, SIZE] -> out [T, HIDDEN]"""
     begin(PDL)
     program, token = tl.program_id(0), tl.program_id(1)
@@ -335,46 +292,66 @@ def down_codes(
 # -- launches
 
 
-def few_gate_up(x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:
-    """[choices, inner]"""
+class Shared(NamedTuple):
+    """An expert through which every token passes, in floats."""
+
+    gate_up: Tensor  # [2 * width, hidden]
+    down: Tensor  # [hidden, width]
+    gate: Tensor | None  # [1, hidden]; None: its weight is 1
+
+
+def few_gate_up(
+    x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, gate: Gate, shared: Shared | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns [choices, inner], and [T, width] of the shared expert."""
     inner, size, pdl = len(stack) // choices.count // 2, x.shape[1], use_pdl()
-    out = torch.empty(choices.ids.numel(), inner, dtype=x.dtype, device=x.device)
-    shared = {"COUNT": choices.count, "CHOSEN": choices.chosen, "SIZE": size, "INNER": inner, "GATE": GATES.index(gate), "PDL": pdl}
+    width = 0 if shared is None else shared.down.shape[1]
+    sizes = (choices.ids.numel(), inner), (len(x), width)
+    out, of_shared = (torch.empty(size, dtype=x.dtype, device=x.device) for size in sizes)
+    common = {"COUNT": choices.count, "CHOSEN": choices.chosen, "SIZE": size, "INNER": inner, "GATE": GATES.index(gate), "PDL": pdl}
     if isinstance(stack, Tensor):
         tiles = row_tiles(size, 2)
         assert tiles is not None, f"rows of {size}"
-        gate_up_row[(triton.cdiv(inner, tiles.columns), len(out))](
-            x, choices.ids, stack, stack if bias is None else bias, out, choices.first, **shared, PADDED=triton.next_power_of_2(size),
-            COLUMNS=tiles.columns, BIASED=bias is not None, num_warps=tiles.warps, launch_pdl=pdl,
+        rows = len(out) + (len(x) if shared else 0)
+        gate_up_row[(triton.cdiv(max(inner, width), tiles.columns), rows)](
+            x, choices.ids, stack, stack if bias is None else bias, stack if shared is None else shared.gate_up, out, of_shared,
+            choices.first, **common, PADDED=triton.next_power_of_2(size), SHARED=width, COLUMNS=tiles.columns, BIASED=bias is not None,
+            num_warps=tiles.warps, launch_pdl=pdl,
         )  # fmt: skip
-        return out
+        return out, of_shared
     how = packed_row_tiles(stack, 1)
     gate_up_codes[(triton.cdiv(inner, how.columns // 2), len(out))](
         x, choices.ids, stack.scales if stack.order is None else stack.order, stack.words.view(torch.uint32), stack.scales,
-        table_of(stack), x if bias is None else bias, out, stack.factor, choices.first, **shared, **form_of(stack),
+        table_of(stack), x if bias is None else bias, out, stack.factor, choices.first, **common, **form_of(stack),
         COLUMNS=how.columns, STEPS=how.steps, AHEAD=how.ahead, ORDERED=stack.order is not None, BIASED=bias is not None,
         WARPS=how.warps, num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
-    return out
+    return out, of_shared
 
 
-def few_down(x: Tensor, choices: Choices, stack: Stack, bias: Tensor | None, hidden: int) -> Tensor:
-    """x [choices, inner] -> [T, hidden]"""
-    tokens, size, pdl = len(choices.ids), x.shape[1], use_pdl()
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    shared = {"COUNT": choices.count, "CHOSEN": choices.chosen, "SIZE": size, "HIDDEN": hidden, "PDL": pdl}
+def few_down(
+    gated_rows: tuple[Tensor, Tensor], choices: Choices, stack: Stack, bias: Tensor | None, x: Tensor, shared: Shared | None = None
+) -> Tensor:
+    """The results of `few_gate_up` -> [T, hidden]. x [T, hidden]: from which they were computed"""
+    (rows, of_shared), (tokens, hidden), pdl = gated_rows, x.shape, use_pdl()
+    size, width = rows.shape[1], of_shared.shape[1] if shared else 0
+    out = torch.empty_like(x)
+    common = {"COUNT": choices.count, "CHOSEN": choices.chosen, "SIZE": size, "HIDDEN": hidden, "PDL": pdl}
     if isinstance(stack, Tensor):
         tiles = row_tiles(size, choices.chosen)
         assert tiles is not None, f"{choices.chosen} rows of {size}"
         down_row[(triton.cdiv(hidden, tiles.columns), tokens)](
-            x, choices.ids, choices.weights, stack, stack if bias is None else bias, out, choices.first, **shared,
-            PADDED=triton.next_power_of_2(size), COLUMNS=tiles.columns, BIASED=bias is not None, num_warps=tiles.warps, launch_pdl=pdl,
+            rows, choices.ids, choices.weights, stack, stack if bias is None else bias, of_shared, stack if shared is None else shared.down,
+            x, x if shared is None or shared.gate is None else shared.gate, out, choices.first, **common,
+            PADDED=triton.next_power_of_2(size), HIDDEN_PADDED=triton.next_power_of_2(hidden), SHARED=width,
+            SHARED_PADDED=triton.next_power_of_2(max(width, 1)), WEIGHTED=shared is not None and shared.gate is not None,
+            COLUMNS=tiles.columns, BIASED=bias is not None, num_warps=tiles.warps, launch_pdl=pdl,
         )  # fmt: skip
         return out
     how = packed_row_tiles(stack, choices.chosen)
     down_codes[(triton.cdiv(hidden, how.columns), tokens)](
-        x, choices.ids, choices.weights, stack.scales if stack.order is None else stack.order, stack.words.view(torch.uint32),
-        stack.scales, table_of(stack), x if bias is None else bias, out, stack.factor, choices.first, **shared, **form_of(stack),
+        rows, choices.ids, choices.weights, stack.scales if stack.order is None else stack.order, stack.words.view(torch.uint32),
+        stack.scales, table_of(stack), x if bias is None else bias, out, stack.factor, choices.first, **common, **form_of(stack),
         COLUMNS=how.columns, STEPS=how.steps, AHEAD=how.ahead, ORDERED=stack.order is not None, BIASED=bias is not None,
         WARPS=how.warps, num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
