@@ -11,9 +11,8 @@ from octavo.errors import UnavailableError
 from octavo.inspector import history, watcher
 from octavo.inspector import state as client_view
 from octavo.inspector.engine_view import FAILED
-from octavo.inspector.frames import ViewFrame, ViewStream
+from octavo.inspector.frames import ViewFrame, ViewStream, without_text
 from octavo.inspector.history import StepLog
-from octavo.inspector.lines import without_text
 from octavo.messages import Beams, Ending
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
