@@ -17,10 +17,9 @@ from octavo.report.document import Report, Section, paragraph, pictured, table
 from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:
-    from octavo.engine.invariance import Invariance
     from octavo.engine.schedule_runs import Counts
     from octavo.engine.schedules import Schedule
-    from octavo.engine.verify import Verified
+    from octavo.engine.verify import Invariance, Verified
 
 DEFAULT_REQUESTS, DEFAULT_SCHEDULED = 40, 12  # the second: with --schedules, which runs them many times
 LEAST_REQUESTS = 12  # with fewer, a case such as an eviction may not happen (tried with block sizes 1 to 256, both depths, many seeds)
@@ -177,7 +176,7 @@ LABELS = {
 
 def run_schedules(config: EngineConfig, num_schedules: int, num_requests: int, report: str | None, typed: str) -> int:
     """Returns the exit code: 0 if no value differs, otherwise 1."""
-    from octavo.engine.invariance import Proof
+    from octavo.engine.verify import Proof
     from octavo.errors import VerifyError
     from octavo.loading.resolve import load_model_config, source_of
 

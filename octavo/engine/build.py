@@ -166,7 +166,7 @@ def _alone(debug: Debug) -> "Place":
 
     if debug.comm != "nccl":
         return ALONE
-    from octavo.worker.gpu_ranks import alone_with_nccl
+    from octavo.worker.host_ranks import alone_with_nccl
 
     return alone_with_nccl()
 
@@ -176,13 +176,9 @@ def _meeting(config: EngineConfig, debug: Debug) -> "Meeting":
         from octavo.worker.ray_ranks import RayMeeting
 
         return RayMeeting(config)
-    if device_here(config.device).device == "cuda":
-        from octavo.worker.gpu_ranks import GpuMeeting
+    from octavo.worker.host_ranks import GpuMeeting, HostMeeting
 
-        return GpuMeeting(config, debug)
-    from octavo.worker.host_ranks import HostMeeting
-
-    return HostMeeting(config)
+    return GpuMeeting(config, debug) if device_here(config.device).device == "cuda" else HostMeeting(config)
 
 
 def started(

@@ -1,8 +1,9 @@
-"""Runs requests alone, and under a schedule: the two sides that `engine/invariance.py` compares."""
+"""Runs requests alone, and under a schedule, and finds the first difference of their answers. `engine/verify.py` draws the schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from math import lcm
 
 from octavo.config import Debug, EngineConfig, ResolvedConfig, debug_from_environment
@@ -258,3 +259,35 @@ def _collect(core: EngineCore, answers: Answers) -> int:
             first, found = delta.prompt_logprobs
             answer.prompt |= dict(enumerate(found, first))
     return sum(len(delta.token_ids) for delta in deltas)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    request: AddRequest
+    index: int  # of the sample
+    what: str
+
+    def __str__(self) -> str:
+        return f"request {self.request.request_id}, sample {self.index}, {self.what}"
+
+
+def differences(requests: Sequence[AddRequest], reference: Answers, answers: Answers) -> Iterator[Difference]:
+    """Yields for each sample the first value that is not the same number in both."""
+    for request in requests:
+        for index in range(request.params.n):
+            sample: Sample = (request.request_id, index)
+            alone, other = reference[sample], answers[sample]
+            for position in sorted(alone.prompt.keys() | other.prompt.keys()):
+                if alone.prompt.get(position) != other.prompt.get(position):
+                    yield Difference(request, index, f"the logprob of prompt token {position}")
+                    break
+            else:
+                both = zip_longest(zip(alone.ids, alone.logprobs), zip(other.ids, other.logprobs))
+                for place, (one, two) in enumerate(both):
+                    if one != two:
+                        yield Difference(request, index, f"token {place}: {_shown(one)} alone, {_shown(two)} under this schedule")
+                        break
+
+
+def _shown(token: tuple[int, TokenLogprobs] | None) -> str:
+    return "none" if token is None else f"id {token[0]} with logprob {token[1].logprob!r}"

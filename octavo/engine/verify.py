@@ -3,18 +3,22 @@
 A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after the end of a
 block, are answered by beam search, and are computed in chunks. At pipeline depth 1 sequences have drafts, which are mostly wrong, unless
 the model is recurrent: then few states are kept, found and evicted. A run in which one of these did not happen fails: it proves too little.
+
+With --schedules, the same requests, alone and under random schedules, must get the same ids and logprobs instead: see `Proof`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from random import Random
 
 from octavo.config import Debug, EngineConfig, debug_from_environment
 from octavo.engine.build import Started, assemble, open_ranks, started
 from octavo.engine.core import EngineCore
-from octavo.engine.schedule_runs import with_checkpoints
+from octavo.engine.schedule_runs import Answers, Bench, Counts, Difference, differences, opened, with_checkpoints
+from octavo.engine.schedules import LEAST, LONGEST, Schedule, Work, draw_requests, draw_schedules, draw_second_turns, with_second_turn
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import ModelShape
@@ -26,10 +30,12 @@ from octavo.policy.cache_spec import blocks_for
 from octavo.policy.drafts import Draft
 from octavo.policy.state_pool import StateCounts
 from octavo.sampling_params import SamplingParams
+from octavo.sizing.native_size import native_refusal
 from octavo.worker.build import build_proven
 from octavo.worker.compilers import Compilers
 from octavo.worker.device import compilers_for
 from octavo.worker.facts import Facts, settle
+from octavo.worker.layer_states import TextStates
 from octavo.worker.shadow import Shadow, happened, state_happened
 from octavo.worker.twice import Compared
 
@@ -209,3 +215,144 @@ def _demand_stress(verified: Verified, block_size: int) -> None:
     if missing:
         more = f"raise --requests above {verified.requests}"
         raise VerifyError(f"the stress schedule saw no {', '.join(missing)}, so it proves too little: {more}")
+
+
+# -- random schedules
+#
+#     reference     each sample, or beam search, alone: its whole prompt in one step, nothing cached
+#     schedules     drawn by `engine/schedules.py`; all that have the same block size run on one runner
+#
+# After a difference both runs are repeated, and `worker/layer_states.py` finds the step, layer and position where they part. Schedules
+# that caused no hit, fork, chunk, preemption, eviction, shared read, beam search or moved request, all together, prove too little, and
+# fail.
+
+COUNT_NAMES = {"together": "shared reads", "searches": "beam searches", "moved": "requests moved to another engine"}
+Passed = Callable[[int, Schedule, Counts], None]  # called after each schedule, with its number
+
+
+@dataclass(frozen=True, slots=True)
+class Invariance:
+    """What was compared."""
+
+    requests: int
+    samples: int
+    tokens: int  # generated under each schedule
+    dtype: str
+    kv_cache_dtype: str
+    kernels: str
+    schedules: list[tuple[Schedule, Counts]]
+
+    @property
+    def total(self) -> Counts:
+        total = Counts()
+        for _, counts in self.schedules:
+            total.add(counts)
+        return total
+
+
+class Proof:
+    """A model, and the requests whose answers are compared, alone and under random schedules."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, model: ModelConfig, requests: Sequence[AddRequest] | None = None) -> None:
+        """`requests`: for a test, instead of random ones"""
+        _refuse_ranks(config)
+        longest = min(LONGEST, model.max_position) if requests is None else with_second_turn(requests)
+        if requests is None and longest < LEAST:
+            raise ConfigError(f"octavo verify --schedules needs a context of {LEAST} tokens, but the model's maximum is {longest}")
+        self._config, self._longest, self._vocab = config, longest, model.vocab_size
+        self._first = requests
+        self._open: Callable[[int], AbstractContextManager[Bench]] = partial(opened, config, source, model, longest, refuse_unpromised)
+        self._work, self._reference = Work([], {}), Answers()
+
+    def run(self, num_schedules: int, num_requests: int, passed: Passed = lambda number, schedule, counts: None) -> Invariance:
+        """Compares all schedules. Raises `VerifyError` at the first difference."""
+        done: list[tuple[Schedule, Counts]] = []
+        size, seed = self._config.block_size, self._config.seed
+        with self._open(size) as bench:
+            self._answer_alone(bench, num_requests)
+            schedules = draw_schedules(num_schedules, size, self._longest, bench.threads, len(self._work.requests), seed)
+            facts = bench.facts
+            found = self._compare(bench, [one for one in schedules if one.block_size == size], done, passed)
+        for other, some in groupby([one for one in schedules if one.block_size != size], lambda one: one.block_size):
+            if found is None:
+                with self._open(other) as bench:
+                    found = self._compare(bench, list(some), done, passed)
+        if found is not None:
+            schedule = schedules[len(done)]
+            raise VerifyError(f"schedule {len(done) + 1} ({schedule}): {found}. {self._first_state(schedule, found)}")
+        tokens = [len(answer.ids) for answer in self._reference.values()]
+        kinds = facts.dtype, facts.needs.kv_cache_dtype, facts.kernels
+        proven = Invariance(len(self._work.requests), len(tokens), sum(tokens), *kinds, done)
+        _demand_all(proven)
+        return proven
+
+    def _answer_alone(self, bench: Bench, num_requests: int) -> None:
+        seed = self._config.seed
+        first = self._first or draw_requests(num_requests, self._longest, self._vocab, seed)
+        self._reference = bench.alone(first)
+        answers = {name: answer.ids for (name, index), answer in self._reference.items() if index == 0}
+        self._work = draw_second_turns(first, answers, self._vocab, seed)
+        self._reference |= bench.alone(self._work.requests[len(first) :])
+
+    def _compare(self, bench: Bench, some: list[Schedule], done: list[tuple[Schedule, Counts]], passed: Passed) -> Difference | None:
+        """Runs schedules up to the first difference, and adds those before it to `done`."""
+        for schedule in some:
+            rounds, counts = bench.run(schedule, self._work)
+            difference = self._first_difference(rounds)
+            if difference is not None:
+                return difference
+            done.append((schedule, counts))
+            passed(len(done), schedule, counts)
+        return None
+
+    def _first_difference(self, rounds: list[Answers]) -> Difference | None:
+        return next((one for answers in rounds for one in differences(self._work.requests, self._reference, answers)), None)
+
+    def _first_state(self, schedule: Schedule, found: Difference) -> str:
+        """Repeats both runs, and returns where their states begin to differ."""
+        request, index = found.request, found.index
+        states = TextStates(request.prompt_token_ids + self._reference[request.request_id, index].ids)
+        try:
+            with self._open(self._config.block_size) as bench, bench.showing(states):
+                bench.alone([request])
+            with self._open(schedule.block_size) as bench, bench.showing(states):
+                rounds, _ = bench.run(schedule, self._work)
+        except VerifyError as error:
+            return f"The first difference in a repeated run: {error}"
+        if self._first_difference(rounds) is None:
+            return "It did not happen again when both runs were repeated, so it depends on the timing of threads"
+        return "The states of all layers and the logits are equal: ids and logprobs are computed from them differently"
+
+
+def refuse_unpromised(facts: Facts) -> None:
+    """Raises an error if the kernels that would compute do not promise equal bits."""
+    if facts.library is not None:
+        return
+    if facts.device.type == "cuda":
+        why = "it runs with the native kernels only: set --device cpu"
+    elif (refusal := native_refusal(facts.model)) is not None:
+        why = f"torch kernels, which this model needs because {refusal}, do not promise them"
+    elif not facts.config.native:
+        why = "torch kernels do not promise them: leave out --no-native"
+    else:
+        why = "torch kernels do not promise them, and this machine has no native kernels: octavo doctor says why"
+    raise ConfigError(f"octavo verify --schedules compares equal bits, and {why}")
+
+
+def _refuse_ranks(config: EngineConfig) -> None:
+    sizes = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "decode_context_parallel_size": config.decode_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ConfigError(f"{name} is {size}, but octavo verify --schedules runs in one process: leave it at 1")
+
+
+def _demand_all(proven: Invariance) -> None:
+    total = proven.total
+    missing = [each.name for each in fields(total) if getattr(total, each.name) == 0]
+    if missing:
+        names = ", ".join(COUNT_NAMES.get(name, name) for name in missing)
+        raise VerifyError(f"the schedules saw no {names}, so they prove too little: raise --schedules or --requests")

@@ -1,7 +1,7 @@
 """The view: the state of pool and scheduler, collected while a client watches.
 
     kv.on_seal ────────┐   always: nothing else knows the content of a cached block
-    core.traces ───────┤   always: the figures of each step, for timelines that are opened later (history.py)
+    core.traces ───────┤   always: the figures of each step, for timelines that are opened later (StepLog)
     pool.on_event ─────┤
     pins.on_change ────┤
     scheduler.on_end ──┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from octavo.inspector.frames import EventWords, ViewFrame, Wanted
-from octavo.inspector.history import Contents, StepLog
-from octavo.inspector.watcher import Watcher
+from octavo.inspector.watcher import Contents, StepLog, Watcher
 from octavo.log import logger
 from octavo.messages import Ending, StepPlan
 from octavo.policy.block_pool import BlockKey, Event

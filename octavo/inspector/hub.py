@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from octavo import __version__
 from octavo.errors import UnavailableError
-from octavo.inspector.frames import SequenceState, ViewFrame
-from octavo.inspector.history import StepLog
-from octavo.inspector.lines import Line, Pieces, delta, line, rank_lines
+from octavo.inspector.frames import Line, Pieces, SequenceState, ViewFrame, delta, line, rank_lines
 from octavo.inspector.state import ViewState
+from octavo.inspector.watcher import StepLog
 from octavo.log import logger
 from octavo.messages import EngineFacts, RankNumbers
 from octavo.server_config import ServerConfig

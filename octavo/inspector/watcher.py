@@ -1,26 +1,110 @@
-"""`Watcher` tracks what one client has received about an engine, and what it has not received yet.
+"""What an engine keeps for the view: the first two whether anybody watches or not, a `Watcher` for each client that does.
 
-    dirty     blocks that have changed since; sent in their present state, however often they changed
-    owed      blocks whose tokens must be sent: of sealed blocks from `Contents`, of others from the sequence that fills them
-    sent      sequences as they were sent; a frame has the differences
-    ended     sequences as they were when they ended, including those that were never sent
-    steps, events, ended     ring buffers: what does not fit is counted as lost
+    Contents    the tokens of sealed blocks: nothing else knows the content of a cached block
+    StepLog     the steps of the last ten minutes, so that a timeline does not begin when it is opened
+    Watcher     what a client has received about the engine, and what it has not received yet
 
-The pool, the sequences and the ring buffers bound all of it, so a client that requests no frames costs no more memory. The size of a
-frame is bounded, too; the rest comes with the next frame.
+All of it is bounded, so a client that requests no frames costs no more memory.
 """
 
+from array import array
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Any
 
 from octavo.inspector.frames import BlockState, EventWords, SequenceState, StateNumbers, StepNumbers, ViewFrame
-from octavo.inspector.history import Contents, StepLog
 from octavo.messages import Ending
-from octavo.policy.block_pool import NULL_BLOCK, Event
+from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.policy.states import States
+
+KEPT_SECONDS = 600
+ROWS_A_SECOND = 4  # of older steps
+LATEST_STEPS = 600
+
+
+class StepLog:
+    """| older: one row for the steps of each quarter of a second | the latest 600 steps, one row each |
+
+    It has at most 3,000 rows, some 700 KiB, however fast the steps are. A row of several steps has the form of a step's row: the number,
+    the end and the gauges of the last one, and sums of what they did.
+    """
+
+    def __init__(self, rows: Iterable[StepNumbers] = ()) -> None:
+        """`rows`: those of another log."""
+        self._older: deque[list[Any]] = deque(maxlen=KEPT_SECONDS * ROWS_A_SECOND)
+        self._end_of_last = 0.0  # when the quarter of a second of the last of them ends
+        self._latest: deque[StepNumbers] = deque()
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: StepNumbers) -> None:
+        self._latest.append(row)
+        if len(self._latest) > LATEST_STEPS:
+            self._add_older(self._latest.popleft())
+
+    def rows(self, now: float) -> list[StepNumbers]:
+        """Returns the rows of the last ten minutes, the oldest first."""
+        first = now - KEPT_SECONDS
+        older = [(*row[:2], round(row[2], 3), *row[3:]) for row in self._older if row[1] >= first]
+        return [*older, *(row for row in self._latest if row[1] >= first)]
+
+    def _add_older(self, row: StepNumbers) -> None:
+        if row[1] >= self._end_of_last:
+            self._older.append(list(row))
+            self._end_of_last = (int(row[1] * ROWS_A_SECOND) + 1) / ROWS_A_SECOND
+            return
+        last = self._older[-1]  # changed in place: this is a part of every step
+        last[0], last[1] = row[0], row[1]
+        last[2] += row[2]
+        last[3] += row[3]
+        last[4] += row[4]
+        last[5:9] = row[5:9]
+        last[9] += row[9]
+        last[10] += row[10]
+        last[11] += row[11]
+
+
+class Contents:
+    """The tokens of sealed blocks, and since when."""
+
+    def __init__(self, pool: BlockPool, spans: list[int], clock: Callable[[], float]) -> None:
+        """`spans`: tokens in a block of each cache group."""
+        self.spans = spans
+        self.since = array("d", [0.0]) * pool.num_blocks  # by the clock
+        self._room = max(spans)
+        self._ids = array("i", [0]) * (pool.num_blocks * self._room)
+        self._key_of = pool.key_of
+        self._clock = clock
+
+    def remember(self, seq: Sequence, group: int, first: int, end: int) -> None:
+        span, now = self.spans[group], self._clock()
+        for index in range(first, end):
+            block = seq.tables[group][index]
+            if self._key_of[block] is not None:  # otherwise it is a duplicate that stays with its sequence
+                start = block * self._room
+                self._ids[start : start + span] = seq.token_ids[index * span : (index + 1) * span]
+                self.since[block] = now
+
+    def of(self, block: int) -> list[int]:
+        """Returns the tokens of a sealed block."""
+        key = self._key_of[block]
+        assert key is not None
+        return self._ids[block * self._room : block * self._room + self.spans[key[0]]].tolist()
+
+
+# -- one client
+#
+#     dirty     blocks that have changed since; sent in their present state, however often they changed
+#     owed      blocks whose tokens must be sent: of sealed blocks from `Contents`, of others from the sequence that fills them
+#     sent      sequences as they were sent; a frame has the differences
+#     ended     sequences as they were when they ended, including those that were never sent
+#     steps, events, ended     ring buffers: what does not fit is counted as lost
+#
+# The pool, the sequences and the ring buffers bound all of it. The size of a frame is bounded, too; the rest comes with the next frame.
 
 MOST_STEPS = 600
 MOST_EVENTS = 2048
@@ -29,7 +113,6 @@ ENDED_ENTRIES = 65_536  # of the tables of all ended sequences
 BLOCKS_A_FRAME = 4096
 TOKENS_A_FRAME = 1024  # blocks that are sent with their tokens
 ASKED_TOKENS = 64  # of a waiting prompt
-
 
 Place = tuple[Sequence, int, int]  # a block's sequence, cache group, and index in that table
 

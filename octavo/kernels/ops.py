@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.fp8_matrix import Fp8Matrix
-from octavo.kernels.reference import attention, fp8, latent, layer, rows, sampling
+from octavo.kernels.reference import attention, fp8, layer, rows, sampling
 from octavo.kernels.reference import delta_net as delta
 from octavo.kernels.reference import partial_attention as partial
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # only rules: this module does not import triton
@@ -107,8 +107,8 @@ gated_norm = by_device(delta.gated_norm, "step.norm")
 
 # -- kernels that a GPU does not have yet
 
-absorb = latent.absorb
-expand = latent.expand
+absorb = layer.absorb
+expand = layer.expand
 choose_in_groups = layer.choose_in_groups
 
 # -- kernels that exist for a GPU only: a row's bits do not depend on the other rows

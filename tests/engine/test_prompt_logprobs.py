@@ -10,7 +10,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
-from octavo.worker import prompt_logprobs as slices
+from octavo.worker import model_runner
 from octavo.worker.program import Eager
 
 if TYPE_CHECKING:  # seconds, for every process that collects tests
@@ -87,7 +87,7 @@ def test_a_stream_tells_text_alone(stories: str) -> None:
 def test_logits_of_a_long_prompt_are_made_a_slice_at_a_time(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = Eager.logits
-    monkeypatch.setitem(slices.SLICE_LOGITS, "cpu", 512 * 10)
+    monkeypatch.setitem(model_runner.SLICE_LOGITS, "cpu", 512 * 10)
     with LLM(stories, native=False, num_gpu_blocks_override=120) as llm:
         monkeypatch.setattr(Eager, "logits", lambda program, hidden: seen.append(len(hidden)) or original(program, hidden))
         (output,) = llm.generate([[5] * 301], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.invariance import Invariance, Proof
 from octavo.engine.schedules import BEAMS, KINDS, SEARCHES
+from octavo.engine.verify import Invariance, Proof
 from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest
 from tests.support.native import levels_here

@@ -15,8 +15,8 @@ from torch import Tensor
 from octavo.cli.main import main
 from octavo.cli.verify import LABELS
 from octavo.config import EngineConfig
-from octavo.engine.invariance import Proof
 from octavo.engine.schedules import LONGEST, draw_requests
+from octavo.engine.verify import Proof
 from octavo.errors import ConfigError, VerifyError
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference.sampling import Ranking

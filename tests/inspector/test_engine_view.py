@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from octavo.errors import UnavailableError
-from octavo.inspector import history, watcher
 from octavo.inspector import state as client_view
+from octavo.inspector import watcher
 from octavo.inspector.engine_view import FAILED
-from octavo.inspector.frames import ViewFrame, ViewStream
-from octavo.inspector.history import StepLog
-from octavo.inspector.lines import without_text
+from octavo.inspector.frames import ViewFrame, ViewStream, without_text
+from octavo.inspector.watcher import StepLog
 from octavo.messages import Beams, Ending
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
@@ -275,7 +274,7 @@ def test_cached_blocks_are_known_that_were_filled_before_anybody_watched() -> No
 # promise: timeline-of-before
 def test_the_steps_of_the_last_minutes_are_known_to_whoever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest one by one, older ones in sums, and what they say together is the same."""
-    monkeypatch.setattr(history, "LATEST_STEPS", 20)
+    monkeypatch.setattr(watcher, "LATEST_STEPS", 20)
     engine, now = FakeEngine(num_blocks=14, block_size=4, rows=4), 0.0
     view = view_of(engine.core, clock=lambda: now)
     for number in range(8):
@@ -292,7 +291,7 @@ def test_the_steps_of_the_last_minutes_are_known_to_whoever_comes_later(monkeypa
     assert sum(step[3] + step[4] for step in steps) == stats.step_tokens
     assert [sum(step[at] for step in steps) for at in (9, 10, 11)] == [stats.preemptions, stats.prefix_hits, stats.prefix_queries]
     assert list(map(list, StepLog(map(tuple, steps)).rows(now))) == steps, "who passes them on passes on the same"
-    now += history.KEPT_SECONDS - 1
+    now += watcher.KEPT_SECONDS - 1
     late = Reader(view, "late", engine.scheduler)
     late.look()
     told = late.frames[0]["steps"]
@@ -304,8 +303,8 @@ def test_steps_of_hours_are_few_rows() -> None:
     for step in range(1, 50_001):
         log.add((step, step / 50, 1.5, 0, 1, 1, 1, 0, 3, 0, 0, 0))
     rows = log.rows(1000.0)
-    assert len(rows) <= history.KEPT_SECONDS * history.ROWS_A_SECOND + history.LATEST_STEPS and rows[0][1] >= 400
-    assert sum(row[4] for row in rows) == pytest.approx(50 * history.KEPT_SECONDS, abs=25)
+    assert len(rows) <= watcher.KEPT_SECONDS * watcher.ROWS_A_SECOND + watcher.LATEST_STEPS and rows[0][1] >= 400
+    assert sum(row[4] for row in rows) == pytest.approx(50 * watcher.KEPT_SECONDS, abs=25)
 
 
 def test_a_large_pool_is_told_in_parts_none_of_which_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

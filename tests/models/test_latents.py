@@ -12,8 +12,7 @@ from torch import Tensor
 from octavo.attention.spec import Latent
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
-from octavo.kernels.reference.latent import absorb, expand
-from octavo.kernels.reference.layer import choose_in_groups, rms_norm, rotate
+from octavo.kernels.reference.layer import absorb, choose_in_groups, expand, rms_norm, rotate
 from octavo.loading.gguf import GGUFTensor, config_dict
 from octavo.loading.shape import ModelShape
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, rank_parts, read_config

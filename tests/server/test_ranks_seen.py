@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.inspector.lines import rank_lines
+from octavo.inspector.frames import rank_lines
 from octavo.messages import RankFacts
 from tests.server.test_metrics import samples_of
 from tests.server.test_view import Watching

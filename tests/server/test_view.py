@@ -19,8 +19,7 @@ from starlette.requests import ClientDisconnect
 from octavo.client.http import Reply
 from octavo.errors import ConfigError
 from octavo.inspector import hub
-from octavo.inspector.frames import ViewFrame
-from octavo.inspector.lines import Pieces
+from octavo.inspector.frames import Pieces, ViewFrame
 from octavo.inspector.recorder import Recorder
 from octavo.inspector.state import ViewState
 from octavo.server.app import build_app

@@ -9,8 +9,7 @@ from octavo.engine import wire
 from octavo.engine.core import EngineCore
 from octavo.engine.wire import UpFrame, View
 from octavo.inspector.engine_view import EngineView
-from octavo.inspector.frames import ViewFrame
-from octavo.inspector.lines import Pieces, delta, line
+from octavo.inspector.frames import Pieces, ViewFrame, delta, line
 from octavo.inspector.state import ViewState
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey
 from octavo.policy.request import Sequence

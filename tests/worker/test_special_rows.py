@@ -11,8 +11,8 @@ from torch import Tensor
 
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.worker import prompt_logprobs
-from octavo.worker.prompt_logprobs import PromptLogprobs
+from octavo.worker import model_runner
+from octavo.worker.model_runner import PromptLogprobs
 from tests.support.sampled import Rows
 
 VOCAB, ROWS = 24, 6
@@ -90,7 +90,7 @@ class Matrix:
 
 @pytest.mark.parametrize("slice_rows", [2, 1000])
 def test_logprobs_of_prompts_come_in_slices(slice_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(prompt_logprobs.SLICE_LOGITS, "cpu", slice_rows * VOCAB)
+    monkeypatch.setitem(model_runner.SLICE_LOGITS, "cpu", slice_rows * VOCAB)
     rows, program = Rows(ROWS, VOCAB), Matrix()
     prompts = PromptLogprobs(rows.table, VOCAB)
     kinds = {0: (3, 7), 2: (None, 5), 3: (0, 6)}  # row -> wanted, tokens of the prompt
