@@ -38,8 +38,9 @@ from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invaria
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
 from octavo.kernels.triton.invariant.products import invariant_linear
+from octavo.kernels.triton.moe.library import library_kernels
 from octavo.kernels.triton.moe.products import few_tokens, mixture, shared_mixture
-from octavo.kernels.triton.moe.route import choose_experts
+from octavo.kernels.triton.moe.route import Choices, choose_experts
 from octavo.kernels.triton.packed.products import invariant_packed_linear, packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
@@ -140,6 +141,8 @@ def compile_mixture(
     if few_tokens(tokens) and not group:
         shared = (torch.empty(shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner), (1, hidden)))
         shared_mixture(x, ids, weights, *stacks, *shared)
+    if dtype == torch.bfloat16 and not group and not few_tokens(tokens):
+        library_kernels(x, Choices(ids, weights, count, 0), inner, gate)
 
 
 def compile_mixtures() -> None:

@@ -144,15 +144,20 @@ def sum_choices(
     parts,
     ids,
     weights,
+    places,
     out,
     first,
     COUNT: tl.constexpr,
     CHOSEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     TILE: tl.constexpr,
+    PLACED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """parts [choices, HIDDEN] -> out [T, HIDDEN], weighted; experts that are not in the stack add nothing"""
+    """parts [choices, HIDDEN] -> out [T, HIDDEN], weighted; experts that are not in the stack add nothing
+
+    PLACED: the part of a choice is in the line that `places` has for it.
+    """
     begin(PDL)
     token, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
@@ -160,8 +165,10 @@ def sum_choices(
     for index in tl.static_range(CHOSEN):
         choice = token * CHOSEN + index
         expert = tl.load(ids + choice) - first
-        wanted = (column < HIDDEN) & (expert >= 0) & (expert < COUNT)
-        part = tl.load(parts + choice.to(tl.int64) * HIDDEN + column, mask=wanted, other=0.0).to(tl.float32)
+        there = (expert >= 0) & (expert < COUNT)
+        wanted = (column < HIDDEN) & there
+        line = tl.load(places + choice, mask=there, other=0) if PLACED else choice
+        part = tl.load(parts + line.to(tl.int64) * HIDDEN + column, mask=wanted, other=0.0).to(tl.float32)
         total += part * tl.load(weights + choice)
     tl.store(out + token.to(tl.int64) * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
@@ -266,8 +273,8 @@ def many_down(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias:
         _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, parts, picked=False)
     out = torch.empty(len(choices.ids), hidden, dtype=x.dtype, device=x.device)
     sum_choices[(len(out), triton.cdiv(hidden, SUM_TILE))](
-        parts, choices.ids, choices.weights, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden, TILE=SUM_TILE,
-        PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
+        parts, choices.ids, choices.weights, choices.ids, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden,
+        TILE=SUM_TILE, PLACED=False, PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
     )  # fmt: skip
     return out
 
