@@ -23,6 +23,7 @@ class Capabilities:
     cache_dtypes: tuple[str, ...] = ()  # besides the dtype of the run
     layouts: tuple[str, ...] = ("nhd",)  # of a block
     head_sizes: Sequence[int] | None = None  # None: any
+    latent_sizes: tuple[int, int] | None = None  # the most numbers of a latent and of a rotary key; None: any
     mixers: tuple[str, ...] = ("attention",)  # kinds of `MixerSpec`
     graphs: Graphs = "none"  # steps that can be captured as CUDA graphs
     paged: bool = True  # if not, every row has its own region
@@ -39,14 +40,14 @@ class Capabilities:
 BEFORE_THE_CACHE = frozenset({"no_rotation", "partial_rotation", "whole_norm"})  # `write_kv` of `kernels/ops.py` has them on every device
 ALL = BEFORE_THE_CACHE | {"window", "soft_cap", "sinks", "alibi"}
 WITH_GATE = ALL | {"output_gate"}  # the gate is a separate operation behind attention
-IN_TORCH = WITH_GATE | {"latent"}
+EVERY = WITH_GATE | {"latent"}
 EVERY_MIXER = ("attention", "delta_net")  # a recurrent mixer has no backend: it computes beside attention with the same batch
 
 CPU = Capabilities(
     name="cpu",
     implementation="octavo.attention.cpu:CpuBackend",
     devices=("cpu",),
-    features=IN_TORCH,
+    features=EVERY,
     mixers=EVERY_MIXER,
     dtypes=("float32", "bfloat16", "float16"),  # the last one only for the native program's own kernels
     cache_dtypes=("float32", "bfloat16", "float16", "int8"),
@@ -56,11 +57,12 @@ TRITON = Capabilities(
     name="triton",
     implementation="octavo.attention.triton:TritonBackend",
     devices=("cuda", "cpu"),
-    features=WITH_GATE,
+    features=EVERY,
     mixers=EVERY_MIXER,
     dtypes=("float32", "float16", "bfloat16"),
     layouts=("nhd", "hnd"),
     head_sizes=range(16, 257, 16),
+    latent_sizes=(512, 64),
     graphs="every",
     splits_context=True,
     in_teams=True,
@@ -69,7 +71,7 @@ CONTIGUOUS = Capabilities(
     name="contiguous",
     implementation="octavo.attention.contiguous:ContiguousBackend",
     devices=("cpu",),
-    features=IN_TORCH,
+    features=EVERY,
     mixers=EVERY_MIXER,
     dtypes=("float32", "bfloat16"),
     cache_dtypes=CPU.cache_dtypes,
@@ -79,17 +81,20 @@ TRITON_REGIONS = Capabilities(
     name="contiguous",
     implementation="octavo.attention.triton:TritonRegions",
     devices=("cuda",),
-    features=WITH_GATE,
+    features=EVERY,
     mixers=EVERY_MIXER,
     dtypes=TRITON.dtypes,
     head_sizes=TRITON.head_sizes,
+    latent_sizes=TRITON.latent_sizes,
     graphs="every",
     paged=False,
     in_teams=True,
 )
-INVARIANT = replace(TRITON, implementation="octavo.attention.triton:InvariantBackend", in_teams=False, deterministic=True)
+INVARIANT = replace(
+    TRITON, implementation="octavo.attention.triton:InvariantBackend", features=WITH_GATE, in_teams=False, deterministic=True
+)
 INVARIANT_REGIONS = replace(
-    TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", in_teams=False, deterministic=True
+    TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", features=WITH_GATE, in_teams=False, deterministic=True
 )
 FLASHINFER = Capabilities(
     name="flashinfer",

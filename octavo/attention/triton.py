@@ -21,8 +21,11 @@ from octavo.kernels.ops import (
     few_rows,
     invariant_attention,
     invariant_shares,
+    latent_attention,
+    latent_shares,
     paged_attention,
     write_kv,
+    write_latent,
 )
 from octavo.step.share_words import DecodeShares
 
@@ -36,11 +39,17 @@ class Shares:
     def __init__(self, batch: ForwardBatch, invariant: bool = False) -> None:
         self._rows, self._teams, self._invariant = (batch.query_start, batch.context_len), batch.teams, invariant
         self._by_window: dict[int | None, DecodeShares | None] = {}
+        self._of_latents: dict[int, DecodeShares | None] = {}  # by the number of heads
 
     def of(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
         if window not in self._by_window:
             self._by_window[window] = self._divided(window, k_cache)
         return self._by_window[window]
+
+    def of_latents(self, heads: int, cache: Tensor) -> DecodeShares | None:
+        if heads not in self._of_latents:
+            self._of_latents[heads] = latent_shares(*self._rows, cache, heads)
+        return self._of_latents[heads]
 
     def _divided(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
         if self._invariant:
@@ -62,9 +71,16 @@ class TritonBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"], cache["v"])
 
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return write_latent(q, kv, k_up, norm, rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"])
+
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
+        if self.spec.latent is not None:
+            return _attend_latents(self.spec, q, cache, batch, batch.tables, batch.attention, out)
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
@@ -115,10 +131,17 @@ class TritonRegions:
         slots = batch.attention.slots
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, slots, cache["k"], cache["v"])
 
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return write_latent(q, kv, k_up, norm, rope.cos, rope.sin, batch.rope_positions, batch.attention.slots, cache["k"])
+
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
         regions: Regions = batch.attention
+        if self.spec.latent is not None:
+            return _attend_latents(self.spec, q, cache, batch, regions.of_rows, regions.shares, out, paged=False)
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
@@ -134,6 +157,14 @@ class TritonRegions:
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, regions.slots, regions.blocks,
             batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
+
+
+def _attend_latents(
+    spec: AttentionSpec, q: Tensor, cache: Cache, batch: ForwardBatch, tables: Tensor, shares: Shares, out: Tensor, paged: bool = True
+) -> Tensor:
+    own = shares.of_latents(spec.num_heads, cache["k"])
+    rows = batch.query_start, batch.context_len
+    return latent_attention(q, cache["k"], tables, *rows, spec.scale, out, batch.max_query, own, paged)
 
 
 # -- the same with the kernels of `deterministic`: a row has the same bits beside any others, in any chunks and after any prefix hit

@@ -39,3 +39,5 @@ class ExpertShape:
     group: int = 0
     table: bool = False
     floats: bool = False  # the table is that of MXFP4
+    in_groups: tuple[int, int] | None = None  # groups, and how many of them are chosen; None: the best experts of all are
+    biased: bool = False

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, FewBackend, QKNorm, Rope
+from octavo.attention.backend import AttentionBackend, FewBackend, LatentBackend, QKNorm, Rope
 from octavo.attention.capabilities import Capabilities
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import Cache, ForwardBatch
@@ -252,6 +252,16 @@ def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plai
             paged, plain = batch.attention
             self.over_regions.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
             return self.over_blocks.write(qkv, norms, rope, cache, paged)
+
+        def write_latent(
+            self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+        ) -> Tensor:
+            over_blocks, over_regions = cast(LatentBackend, self.over_blocks), cast(LatentBackend, self.over_regions)
+            if not shadow.watches:
+                return over_blocks.write_latent(q, kv, k_up, norm, rope, cache, batch)
+            paged, plain = batch.attention
+            over_regions.write_latent(q, kv, k_up, norm, rope, shadow.regions.caches[self.layer], plain)
+            return over_blocks.write_latent(q, kv, k_up, norm, rope, cache, paged)
 
         def attend(
             self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None

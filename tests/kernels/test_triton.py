@@ -162,6 +162,14 @@ def test_the_kernels_of_recurrent_layers_compile(capability: str, tmp_path: Path
     assert {name for _, name, _ in taken} == {"recur", "convolve", "within", "across", "norm_and_gate"}
 
 
+# promise: kernels-gpus-compute
+@pytest.mark.parametrize("capability", [one if one == "90" else pytest.param(one, marks=pytest.mark.soak) for one in CAPABILITIES])
+def test_the_kernels_of_latents_compile(capability: str, tmp_path: Path) -> None:
+    taken = compiled(tmp_path, f"{capability}:latent")
+    assert {name for _, name, _ in taken} == {"write_latents", "share_out", "latent_prefill", "latent_decode", "route_in_groups"}
+    assert {units for _, name, units in taken if name == "latent_prefill"} == {"-", "wgmma" if capability == "90" else "mma"}
+
+
 @pytest.mark.parametrize("capability", ["90", pytest.param("87", marks=pytest.mark.soak), pytest.param("100", marks=pytest.mark.soak)])
 def test_an_engine_calls_what_was_compiled_ahead_and_nothing_else(capability: str) -> None:
     assert python("-m", "tests.support.variants", capability, TRITON_INTERPRET="0").splitlines() == []
