@@ -89,6 +89,12 @@ def test_the_script_that_checks_and_times_gated_delta_net_runs_through() -> None
 
 
 @pytest.mark.soak
+def test_the_script_that_checks_and_times_latent_attention_runs_through() -> None:
+    said = script("gpu_latent", "--tiny", "--parts", "decode,prompt")
+    assert said.count(" ok ") == 4 and "WRONG" not in said and "NOT" not in said and said.count(" choices of tiles ran") == 3
+
+
+@pytest.mark.soak
 def test_a_stream_of_packed_layers_runs_through() -> None:
     said = script("gpu_stream", "--tiny")
     assert "all agree with their twins" in said and "a layer took" in said
