@@ -158,15 +158,18 @@ class Inputs:
 
 
 def fits(tiles: LatentTiles, of: Heads) -> bool:
-    """Whether q and the tiles in flight fit in shared memory, as far as one can tell before they are compiled."""
-    flight = 1 if tiles.stages == 1 else 2 if tiles.stages <= 3 else 3
-    return (tiles.lines + flight * tiles.keys) * of.dim * 2 * tiles.programs <= SHARED_MEMORY.get(capability(), 99 * 1024)
+    """Whether q and the tiles of keys fit in shared memory, as far as one can tell before they are compiled.
+
+    Two stages are for the table and the product. Products of 64 lines are asynchronous on Hopper, and need one more tile.
+    """
+    buffers = max((tiles.stages - 1) // 2, 1) + (tiles.lines == 64)
+    return (tiles.lines + buffers * tiles.keys) * of.dim * 2 * tiles.programs <= SHARED_MEMORY.get(capability(), 99 * 1024)
 
 
 def decode_choices(of: Heads) -> Iterator[LatentTiles]:
     """Of lines, keys, warps, stages, programs on a multiprocessor, and work items."""
     lines = [16] if of.heads <= 16 else [32, 64]
-    for line, keys, warps, stages, programs in product(lines, (32, 64), (4, 8), (3, 5), (1, 2)):
+    for line, keys, warps, stages, programs in product(lines, (32, 64), (4, 8), (3, 5, 7), (1, 2)):
         if line * 512 // (warps * 32) <= 128 and not (programs == 2 and warps == 8 and line > 16):  # registers
             yield LatentTiles(line, keys, warps, stages, programs)
 

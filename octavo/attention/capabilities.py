@@ -90,11 +90,9 @@ TRITON_REGIONS = Capabilities(
     paged=False,
     in_teams=True,
 )
-INVARIANT = replace(
-    TRITON, implementation="octavo.attention.triton:InvariantBackend", features=WITH_GATE, in_teams=False, deterministic=True
-)
+INVARIANT = replace(TRITON, implementation="octavo.attention.triton:InvariantBackend", in_teams=False, deterministic=True)
 INVARIANT_REGIONS = replace(
-    TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", features=WITH_GATE, in_teams=False, deterministic=True
+    TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", in_teams=False, deterministic=True
 )
 FLASHINFER = Capabilities(
     name="flashinfer",

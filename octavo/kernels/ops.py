@@ -157,6 +157,29 @@ def invariant_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, 
     return shares
 
 
+def invariant_write_latent(q: Tensor, *given: Any) -> Tensor:
+    """Takes the arguments of `write_latent`."""
+    out: Tensor = _triton("latent.invariant").invariant_write_latent(q, *given)
+    return out
+
+
+def invariant_expand(mixed: Tensor, v_up: Tensor) -> Tensor:
+    """Takes the arguments of `expand`."""
+    out: Tensor = _triton("latent.invariant").invariant_expand(mixed, v_up)
+    return out
+
+
+def invariant_latent_attention(q: Tensor, *given: Any) -> Tensor:
+    """Takes the arguments of `latent_attention`, with work items from `invariant_latent_shares`."""
+    out: Tensor = _triton("latent.invariant").invariant_latent_attention(q, *given)
+    return out
+
+
+def invariant_latent_shares(query_start: Tensor, context_len: Tensor, cache: Tensor, heads: int) -> DecodeShares:
+    shares: DecodeShares = _triton("latent.invariant").invariant_latent_shares(query_start, context_len, cache, heads)
+    return shares
+
+
 # -- kernels that take more on one of both
 
 def paged_attention(

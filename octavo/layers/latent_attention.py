@@ -11,6 +11,7 @@ It is called as attention is: `mixer(x, cache, batch)`. Prompts and decode steps
 keys and values of single heads are ever computed.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -50,6 +51,7 @@ class LatentAttention(nn.Module):
         self.k_up = HeadStack(spec.num_heads * latent.plain_dim, rank, dtype)
         self.v_up = HeadStack(spec.result_size, rank, dtype)
         self.output = RowParallelLinear(spec.result_size, hidden_size, False, scheme, dtype, comm)
+        self.expand: Callable[[Tensor, Tensor], Tensor] = expand
         self.backend = cast(LatentBackend, backend(spec))
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
@@ -60,4 +62,4 @@ class LatentAttention(nn.Module):
         norm = self.kv_norm.weight, self.kv_norm.eps
         q = self.backend.write_latent(q, kv, self.k_up.weight, norm, self.rope, cache, batch)
         mixed = self.backend.attend(q, cache, batch, q.new_empty(*q.shape[:2], self.kv_norm.weight.shape[0]))
-        return expand(mixed, self.v_up.weight)
+        return self.expand(mixed, self.v_up.weight)

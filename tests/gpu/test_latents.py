@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import RequestOutput, SamplingParams
+from octavo import LLM, RequestOutput, SamplingParams
 from octavo.worker.graph_program import Graph
 from tests.equivalence.test_hybrids import GREEDY, second_turns
 from tests.equivalence.test_verify import run as run_verify
+from tests.gpu.test_deterministic import SETTINGS as DETERMINISTIC
+from tests.gpu.test_deterministic import under_schedules
 from tests.gpu.test_hybrids import BATCHED, ROWS, prompts
 from tests.support.families import Tiny, family_model, reference_model
 from tests.support.greedy import compare_with_reference
@@ -70,6 +72,18 @@ def test_texts_of_large_latents_are_those_of_transformers(name: str, tmp_path: P
     compare_with_reference(alone + first + second, reference_model(folder, tiny)).accept()
 
 
+# promise: deterministic
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "heads", "dtype", "budget"),
+    [("glm 4.7 flash", 20, "bfloat16", 64), ("deepseek v3", 40, "bfloat16", 2048), ("deepseek v2 lite", 16, "float32", 256)],
+)
+def test_no_schedule_changes_an_answer(name: str, heads: int, dtype: Any, budget: int, tmp_path: Path) -> None:
+    folder = str(family_model(tmp_path / "model", large(name, heads), seed=4))
+    with LLM(folder, dtype=dtype, max_num_batched_tokens=budget, **DETERMINISTIC) as llm:
+        under_schedules(llm)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [False, True])
 def test_no_step_waits_for_the_device(eager: bool, tmp_path: Path) -> None:
@@ -84,10 +98,13 @@ def test_no_step_waits_for_the_device(eager: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype"), [("glm 4.7 flash", "bfloat16"), ("deepseek v3", "float32")])
-def test_paging_changes_no_bit_of_latents(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "deterministic"),
+    [("glm 4.7 flash", "bfloat16", False), ("deepseek v3", "float32", False), ("deepseek v3", "bfloat16", True)],
+)
+def test_paging_changes_no_bit_of_latents(name: str, dtype: str, deterministic: bool, tmp_path: Path) -> None:
     folder = str(family_model(tmp_path / "model", large(name), seed=6))
-    verified = run_verify(folder, requests=16, device="cuda", dtype=dtype, depth=2)
+    verified = run_verify(folder, requests=16, device="cuda", dtype=dtype, depth=2, deterministic=deterministic)
     assert verified.kernels == "Triton" and verified.compared.cache_values > 100_000
 
 

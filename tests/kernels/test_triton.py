@@ -176,6 +176,15 @@ def test_the_kernels_of_latents_compile(capability: str, tmp_path: Path) -> None
     assert {units for _, name, units in taken if name == "latent_prefill"} == {"-", "wgmma" if capability == "90" else "mma"}
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", [one for one in CAPABILITIES if one != "100"])
+def test_the_kernels_of_deterministic_latents_compile(capability: str, tmp_path: Path) -> None:
+    taken = compiled(tmp_path, f"{capability}:alike")
+    assert {name for _, name, _ in taken} == {"share_out", "invariant_latent_prefill", "invariant_latent_decode", "multiply_heads"}
+    units = {units for _, name, units in taken if name.startswith("invariant_latent")}
+    assert units == {"-", "mma"}, "prompts and decode multiply alike"
+
+
 @pytest.mark.parametrize("capability", ["90", pytest.param("87", marks=pytest.mark.soak), pytest.param("100", marks=pytest.mark.soak)])
 def test_an_engine_calls_what_was_compiled_ahead_and_nothing_else(capability: str) -> None:
     assert python("-m", "tests.support.variants", capability, TRITON_INTERPRET="0").splitlines() == []

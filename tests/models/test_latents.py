@@ -130,6 +130,8 @@ def test_some_backends_sizes_and_caches_of_integers_are_refused_by_name() -> Non
     assert choice.backend.name == "cpu" and len(choice.layers) == 27
     (choice,) = choose_backends(on_gpu(), model)
     assert choice.backend.name == "triton" and choice.backend.graphs == "every"
+    (choice,) = choose_backends(on_gpu(deterministic=True), model)
+    assert choice.backend.name == "triton" and choice.backend.deterministic
     refused = {
         r"^layer 0 needs latent, which attention backend flashinfer does not support: ": on_gpu(attention_backend="flashinfer"),
         r"kv_cache_dtype is int8, dtype is bfloat16, and attention backend triton keeps .*: leave": on_gpu(kv_cache_dtype="int8"),

@@ -7,6 +7,7 @@
     invariant   the kernels of `deterministic`: products of all sizes, attention of all types
     delta_net   Gated DeltaNet: decode of few rows and of many, a mixed step, and the kernel of `deterministic`
     latent      latent attention of all published sizes, with its inputs, and experts in groups
+    alike       the same with the kernels of `deterministic`
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
@@ -40,6 +41,7 @@ from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_part
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
 from octavo.kernels.triton.invariant.products import invariant_linear
 from octavo.kernels.triton.latent.inputs import write_latent
+from octavo.kernels.triton.latent.invariant import by_head, invariant_expand, invariant_latent_attention, invariant_latent_shares
 from octavo.kernels.triton.latent.launch import latent_attention
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts, choose_in_groups
@@ -66,7 +68,7 @@ SPILLED = {  # what was quickest on an H200 spills a little
 }
 # Of every target, never timed: of recurrent layers nearly all of it in float32; of latents what is alive beside 64 lines of results.
 RECURRENT = {"within": 2048, "across": 1536}
-LATENTS = {"latent_decode": 512, "latent_prefill": 64}
+LATENTS = {"latent_decode": 512, "latent_prefill": 64, "invariant_latent_decode": 160, "invariant_latent_prefill": 128}
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
 BF16 = {"dtype": torch.bfloat16}
@@ -218,6 +220,19 @@ def compile_latents(rank: int = 512, rotary: int = 64, plain: int = 128) -> None
         choose_in_groups(torch.empty(4, 160, dtype=dtype), 6, "all", False, 8, 3, None, 16.0)
 
 
+def compile_invariant_latents(rank: int = 512, rotary: int = 64) -> None:
+    index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        cache = torch.empty(9, 16, 1, rank + rotary, dtype=dtype)
+        for heads in (16, 20, 128):
+            q, out = torch.empty(4, heads, rank + rotary, dtype=dtype), torch.empty(4, heads, rank, dtype=dtype)
+            shares = invariant_latent_shares(index, index[:4], cache, heads)
+            invariant_latent_attention(q, cache, tables, index, index[:4], 0.1, out, 64, shares)
+        for tokens in (4, 100):
+            by_head(*(torch.empty(shape, dtype=dtype) for shape in ((20, tokens, 192), (20, 192, rank), (20, tokens, rank))))
+            invariant_expand(torch.empty(tokens, 20, rank, dtype=dtype), torch.empty(20 * 256, rank, dtype=dtype))
+
+
 def compile_sampling() -> None:
     index = torch.zeros(4, dtype=torch.int64)
     logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
@@ -285,6 +300,7 @@ LISTS: dict[str, Callable[[], object]] = {
     "invariant": compile_invariant,
     "delta_net": compile_delta_net,
     "latent": compile_latents,
+    "alike": compile_invariant_latents,
     "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
 }
 

@@ -5,7 +5,7 @@ Wherever no row has written there is NaN, so that what is read without need show
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,23 @@ from torch import Tensor
 
 from octavo import SamplingParams
 from octavo.attention import triton as backend
+from octavo.attention.spec import AttentionSpec, Latent
 from octavo.kernels.reference import latent as plain
+from octavo.kernels.triton.latent import invariant
 from octavo.kernels.triton.latent.inputs import expand, write_latent
+from octavo.kernels.triton.latent.invariant import (
+    by_head,
+    invariant_expand,
+    invariant_latent_attention,
+    invariant_latent_shares,
+)
 from octavo.kernels.triton.latent.launch import latent_attention, latent_shares
 from octavo.kernels.triton.latent.tiles import MOST_LINES, LatentTiles, decode_tiles, head_groups, prefill_tiles
 from octavo.kernels.triton.moe.route import choose_in_groups
 from octavo.kernels.triton.step.norm import rms_norm
 from octavo.layers import latent_attention as layers
 from octavo.layers import mlp
-from octavo.step.share_words import ARRIVED, IN_ALL, PARTS
+from octavo.step.share_words import ARRIVED, IN_ALL, LINE, PARTS, most_parts, most_shares
 from tests.support.families import family_model, reference_model
 from tests.support.greedy import compare_with_reference
 from tests.support.latents import LATENTS, for_a_gpu
@@ -190,6 +198,122 @@ def test_an_engine_that_computes_with_them_gives_the_tokens_of_transformers(
         second = llm.generate([[*one.prompt_token_ids, *one.outputs[0].token_ids, 7, 8, 9] for one in first], params, use_tqdm=False)
         assert llm.stats().prefix_hits > 0
     compare_with_reference(first + second, reference_model(folder, tiny)).accept()
+
+
+# -- with deterministic
+
+
+@pytest.fixture
+def mix(device: str, monkeypatch: pytest.MonkeyPatch) -> Mix:
+    """A chunk over a past, decode of three pieces, a row that is not asked, a prompt, padding, a token after two pieces, a first token."""
+    if device == "cpu":
+        monkeypatch.setattr(invariant, "PIECE", 64)
+    piece = invariant.PIECE
+    return [(40, piece + 25), (1, 2 * piece + 9), (0, 5), (33, 33), (1, 0), (1, 2 * piece + 1), (1, 1)]
+
+
+class Alike(Case):
+    """The same with the kernels of `deterministic`."""
+
+    def attend(self, tiles: LatentTiles | None = None, paged: bool = True) -> Tensor:
+        return self.of(self.mix, paged)
+
+    def of(self, mix: Mix, paged: bool = True) -> Tensor:
+        """`mix`: other queries of the same rows, the last ones of shorter contexts"""
+        starts = self.words(list(accumulate((queries for queries, _ in mix), initial=0)))
+        context, (cache, tables) = self.words([length for _, length in mix]), self.caches[paged]
+        rows = zip(mix, self.mix, self.query_start.tolist())
+        picked = [start + own - (whole - length) - count + at for (count, length), (own, whole), start in rows for at in range(count)]
+        q, most = self.q[torch.tensor(picked, dtype=torch.int64, device=self.q.device)], max(queries for queries, _ in mix)
+        out = torch.full((len(q), self.heads, self.rank), torch.nan, dtype=self.dtype, device=self.device)
+        shares = invariant_latent_shares(starts, context, cache, self.heads)
+        return invariant_latent_attention(q, cache, tables, starts, context, self.scale, out, most, shares, paged)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """The interpreter multiplies with numpy, which adds in an order of its own."""
+    if one.is_cuda:
+        return torch.equal(one, other)
+    return torch.allclose(one.float(), other.float(), atol=4 * TOLERANCE[one.dtype], rtol=TOLERANCE[one.dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [3, 20, pytest.param(128, marks=pytest.mark.soak)])
+def test_with_deterministic_attention_is_near_its_reference(heads: int, dtype: torch.dtype, device: str, mix: Mix) -> None:
+    case = Alike(mix, heads, dtype, device)
+    found = case.attend()
+    torch.testing.assert_close(found.float(), case.exact().float(), atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    assert torch.equal(case.attend(paged=False), found)
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", [(3, 32, 16), pytest.param((20, 512, 64), marks=pytest.mark.soak)])
+def test_with_deterministic_no_chunk_and_no_row_changes_a_bit(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: str, mix: Mix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row alone, whose pieces are then work items of their own; and a chunk token by token."""
+    heads, rank, rotary = sizes
+    case = Alike(mix, heads, dtype, device, rank=rank, rotary=rotary)
+    whole, starts = case.attend(), case.query_start.tolist()
+    for row, (count, context) in enumerate(mix):
+        alone = case.of([(count, context) if number == row else (0, 0) for number in range(len(mix))])
+        assert same(alone, whole[starts[row] : starts[row] + count]), row
+    for last in (1, 7, 40):
+        one = case.of([(1, mix[0][1] - 40 + last), *((0, 0) for _ in mix[1:])])
+        assert same(one, whole[last - 1 : last]), last
+    divide = invariant.decode_shares
+
+    def undivided(*given: Any, **options: Any) -> Any:
+        return divide(*given[:-1], 0, **options)  # more tiles than fit: whole rows
+
+    monkeypatch.setattr(invariant, "most_shares", lambda rows, groups, *_: rows * groups)
+    monkeypatch.setattr(invariant, "decode_shares", undivided)
+    assert same(case.of(mix), whole)
+
+
+@DTYPES
+def test_with_deterministic_the_products_of_heads_do_not_depend_on_other_rows(dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    heads, plain_dim, rank, tokens = (20, 192, 512, 300) if device == "cuda" else (3, 40, 72, 70)
+    x = torch.randn(tokens, heads, plain_dim, generator=generator).to(device, dtype)
+    k_up, v_up = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((heads * plain_dim, rank), (heads * 48, rank)))
+    mixed = torch.randn(tokens, heads, rank, generator=generator).to(device, dtype)
+
+    def products(count: int) -> Tensor:
+        made = torch.full((count, heads, rank + 8), torch.nan, dtype=dtype, device=device)
+        by_head(x[:count].transpose(0, 1), k_up.view(heads, plain_dim, rank), made[:, :, :rank].transpose(0, 1))
+        return made[:, :, :rank]
+
+    out, values = products(tokens), invariant_expand(mixed, v_up)
+    scale = rank**0.5 * 8 * TOLERANCE[dtype]
+    exact = torch.einsum("thp,hpl->thl", x.double(), k_up.double().view(heads, plain_dim, rank))
+    torch.testing.assert_close(out.double(), exact, atol=scale, rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(values.float(), plain.expand(mixed, v_up).float(), atol=scale, rtol=TOLERANCE[dtype])
+    for count in (1, 16, 17, 65):
+        assert same(products(count), out[:count]) and same(invariant_expand(mixed[:count], v_up), values[:count]), count
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 48, 64, 128])
+def test_the_memory_plan_counts_what_the_parts_of_rows_need(heads: int) -> None:
+    """On the largest GPUs: 160 multiprocessors."""
+    spec = AttentionSpec(heads, 1, 576, 1.0, rotary_dim=64, latent=Latent(None, 128, 128))
+    rows = 512
+    for arch, dtype in product((80, 86, 90, 100, 121), TOLERANCE):
+        for tiles in (decode_tiles(dtype, heads, arch), invariant.invariant_tiles(dtype, arch)):
+            groups, programs = head_groups(heads, tiles.lines), 160 * tiles.programs
+            parts = most_parts(programs, tiles.shares) * (heads // groups) * (spec.value_dim + 1)
+            lines = (1 + most_shares(rows, groups, programs, tiles.shares)) * LINE
+            assert 4 * (parts + lines) <= spec.gpu_step_bytes(rows) * 1.001
+
+
+def test_the_memory_plan_counts_the_numbers_of_each_token() -> None:
+    """What is projected, q over latents, weighted latents, and the values of heads."""
+    for q_rank, projected in ((None, 20 * 192), (768, 768 + 20 * 192)):
+        spec = AttentionSpec(20, 1, 576, 1.0, rotary_dim=64, latent=Latent(q_rank, 128, 96))
+        assert spec.gpu_token_numbers == projected + 576 + 20 * (576 + 512 + 96)
 
 
 # -- the inputs, and the values of heads

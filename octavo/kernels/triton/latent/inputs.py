@@ -6,6 +6,8 @@
 Rounding matches the reference: after the norm, after its weight, after the rotation.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -82,6 +84,7 @@ def write_latent(
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]; below 0: the token is not stored
     cache: Tensor,  # [num_blocks, block_size, 1, latent + rotary_dim]
+    multiply: Callable[[Tensor, Tensor, Tensor], object] | None = None,  # the product of each head, into its third argument
 ) -> Tensor:
     """Stores the key of each token in its slot. Returns q of all heads [T, heads, latent + rotary_dim]."""
     (plain_heads, rank), half, tokens = k_up.shape, cos.shape[1], len(q)
@@ -93,7 +96,7 @@ def write_latent(
     if not tokens:
         return out
     by_head = q.as_strided((heads, tokens, plain), (plain + 2 * half, q.stride(0), 1))
-    torch.bmm(by_head, k_up.view(heads, plain, rank), out=out[:, :, :rank].transpose(0, 1))
+    (multiply or _multiply)(by_head, k_up.view(heads, plain, rank), out[:, :, :rank].transpose(0, 1))
     heads_tile = min(triton.next_power_of_2(heads), HEADS_AT_ONCE)
     write_latents[(tokens, triton.cdiv(heads, heads_tile) + 1)](
         q, kv, *norm, cos, sin, positions, slots, cache, out, Q_STRIDE=q.stride(0), KV_STRIDE=kv.stride(0), HEADS=heads,
@@ -101,6 +104,10 @@ def write_latent(
         HALF_TILE=triton.next_power_of_2(half), PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
     )  # fmt: skip
     return out
+
+
+def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.bmm(x, weight, out=out)
 
 
 def expand(mixed: Tensor, v_up: Tensor) -> Tensor:

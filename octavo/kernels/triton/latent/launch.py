@@ -37,16 +37,11 @@ def latent_attention(
     tiles: LatentTiles | None = None,  # of the kernel selected by max_query
 ) -> Tensor:
     """Fills and returns `out`: the weighted latents of each row's queries, the last of its context."""
-    (tokens, heads, dim), rank = q.shape, out.shape[2]
-    _check(q, cache, tables, out, paged)
-    if not tokens:
+    check(q, cache, tables, out, paged)
+    if not len(q):
         return out
-    size = cache.shape[1]
-    shared = {
-        "HEADS": heads, "RANK": rank, "ROTARY": dim - rank, "RANK_TILE": padded(rank), "ROTARY_TILE": padded(dim - rank),
-        "BLOCK_SIZE": size if paged else 1, "PAGED": paged,
-    }  # fmt: skip
-    numbers = scale * LOG2_E, tables.stride(0), size
+    heads, shared = q.shape[1], shape_of(q, cache, out, paged)
+    numbers = scale * LOG2_E, tables.stride(0), cache.shape[1]
     if max_query > 1:
         _prefill((q, cache, tables, query_start, context_len, out), numbers, shared, tiles or prefill_tiles(q.dtype, capability()))
         tiles = None
@@ -55,6 +50,15 @@ def latent_attention(
         shares = latent_shares(query_start, context_len, cache, heads, chosen)
     _decode((q, cache, tables, shares.lines, out), numbers, shared, len(context_len), chosen)
     return out
+
+
+def shape_of(q: Tensor, cache: Tensor, out: Tensor, paged: bool) -> dict[str, Any]:
+    """Returns the constants that all kernels have in common."""
+    (_, heads, dim), rank = q.shape, out.shape[2]
+    return {
+        "HEADS": heads, "RANK": rank, "ROTARY": dim - rank, "RANK_TILE": padded(rank), "ROTARY_TILE": padded(dim - rank),
+        "BLOCK_SIZE": cache.shape[1] if paged else 1, "PAGED": paged,
+    }  # fmt: skip
 
 
 def latent_shares(query_start: Tensor, context_len: Tensor, cache: Tensor, heads: int, tiles: LatentTiles | None = None) -> DecodeShares:
@@ -87,7 +91,7 @@ def _decode(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], shared: dict[
     )  # fmt: skip
 
 
-def _check(q: Tensor, cache: Tensor, tables: Tensor, out: Tensor, paged: bool) -> None:
+def check(q: Tensor, cache: Tensor, tables: Tensor, out: Tensor, paged: bool) -> None:
     (tokens, heads, dim), (size, kv_heads) = q.shape, cache.shape[1:3]
     rank = out.shape[2]
     assert rank <= MOST_RANK and 0 < dim - rank <= MOST_ROTARY, f"latents of {rank}, rotary keys of {dim - rank}"

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from octavo.kernels.triton.attention.tiles import MIN_DOT
-from octavo.kernels.triton.target import HOPPER, LEAST, SHARED_MEMORY
+from octavo.kernels.triton.target import HOPPER, LEAST, SHARED_MEMORY, is_roomy
 
 MOST_LINES = 64  # of a program: the results of more do not fit in registers
 MOST_RANK, MOST_ROTARY = 512, 64  # numbers of a latent and of a rotary key, at most
@@ -42,8 +42,8 @@ def decode_tiles(dtype: torch.dtype, heads: int, arch: int) -> LatentTiles:
     if arch == HOPPER and heads > MOST_LINES // 2:
         return LatentTiles(lines=64, keys=64, warps=8, stages=3)
     lines = min(padded(heads), MOST_LINES // 2)
-    if has_room(arch):  # for two programs on a multiprocessor: one loads while the other computes
-        return LatentTiles(lines=lines, keys=32, warps=4, stages=3, programs=2)
+    if has_room(arch):  # for two programs on a multiprocessor: one loads while the other computes; with 5 stages each has a tile in flight
+        return LatentTiles(lines=lines, keys=32, warps=4, stages=5 if is_roomy(arch) else 3, programs=2)
     return LatentTiles(lines=lines, keys=16, warps=8, stages=3)
 
 
