@@ -47,13 +47,24 @@ class AttentionBackend(Protocol):
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Norms and rotates q and k, and stores k and v in the cache. Returns q [T, heads, head_dim].
 
-        qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten. With a latent it ends behind k, and both are already rotated.
+        qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten. On a CPU, with a latent, it ends behind k, and both are already
+        rotated.
         """
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
         """Computes attention of q over the cache. Fills and returns out [T, heads, value_dim]. `sinks`, `slopes` (of ALiBi): [heads]"""
+
+
+class LatentBackend(AttentionBackend, Protocol):
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        """In place of `write`, for layers with a latent: stores the normed latent and the rotated key. Returns q [T, heads, head_dim].
+
+        q: [T, heads * (plain_dim + rotary_dim)], of which the plain part is multiplied by `k_up`; kv: [T, head_dim]
+        """
 
 
 NewBackend = Callable[[AttentionSpec], AttentionBackend]  # makes the backend of a layer

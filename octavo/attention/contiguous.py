@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.attention.backend import QKNorm, Rope, split_heads
 from octavo.attention.capabilities import CONTIGUOUS, Capabilities
-from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
+from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall, write_absorbed
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup
 from octavo.attention.shared_rows import KeyNode, SharedRows, attend_shared, split_rows
@@ -48,6 +48,11 @@ class ContiguousBackend:
         slots = batch.attention.token_rows.long() * max_len + batch.cache_index  # torch indexes buffers by int64
         keep(cache, k, v, slots)
         return q
+
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return write_absorbed(self, q, kv, k_up, norm, rope, cache, batch)
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None

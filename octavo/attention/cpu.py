@@ -21,13 +21,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import QKNorm, Rope, split_heads
+from octavo.attention.backend import AttentionBackend, QKNorm, Rope, split_heads
 from octavo.attention.capabilities import CPU, Capabilities
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup
 from octavo.attention.shared_rows import SharedRows, attend_shared, split_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import Sloped, attend, from_codes, load_blocks, store, to_codes, zero_tail
+from octavo.kernels.reference.latent import absorb
 from octavo.kernels.reference.layer import norm_heads, rotate
 
 
@@ -48,6 +49,11 @@ class CpuBackend:
         keep(cache, k, v, batch.slots)
         return q
 
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return write_absorbed(self, q, kv, k_up, norm, rope, cache, batch)
+
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
@@ -64,6 +70,15 @@ class CpuBackend:
         if shared is not None:
             attend_shared(q, shared, lambda node: keys(node.blocks, 1, torch.float32), keys_of_rest, self.spec, out, sinks, slopes)
         return out
+
+
+def write_absorbed(
+    backend: AttentionBackend, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache,
+    batch: ForwardBatch,
+) -> Tensor:  # fmt: skip
+    """Implements `LatentBackend.write_latent` by `write`, with q and the key side by side."""
+    cos, sin = (table.index_select(0, batch.rope_positions) for table in (rope.cos, rope.sin))
+    return backend.write(absorb(q, kv, k_up, norm, cos, sin), None, Rope(rope.cos[:, :0], rope.sin[:, :0]), cache, batch)
 
 
 def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:

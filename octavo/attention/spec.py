@@ -23,6 +23,8 @@ WORD = 4  # bytes
 DECODE_PROGRAMS = 640  # maximum programs of decode attention: four for each of 160 multiprocessors
 DECODE_SHARES = 2  # work items for each of them
 LEFT_PARTS = 2  # parts of long rows, for each of those
+LATENT_PROGRAMS, LATENT_HEADS = 320, 32  # with a latent: two programs for each multiprocessor, or one of twice as many heads
+LEAST_HEADS = 16  # of a program, if there are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +233,17 @@ class AttentionSpec:
         of_group = 5 * self.context_ranks * self.q_size if self.context_ranks > 1 else self.q_size
         of_torch = 6 * self.q_size if {"partial_rotation", "whole_norm"} & {*self.features} else 0
         gates = 2 * self.q_size if self.output_gate else 0
-        if self.latent is not None:  # no GPU kernel computes it
-            return self.projected_q + 2 * self.q_size + self.num_heads * self.value_dim + self.result_size
+        if self.latent is not None:  # what is projected, q over latents, weighted latents, and the result
+            projected = sum(self.projections.values()) + (0 if self.latent.q_rank is None else self.projected_q)
+            return projected + self.q_size + self.num_heads * self.value_dim + self.result_size
         return self.q_size + 2 * self.kv_size + of_group + self.q_size + of_torch + gates
 
     def gpu_step_bytes(self, rows: int) -> int:
         """The work items of decode attention, the partial results of split contexts, and those of shared-prefix groups, in float32."""
+        if self.latent is not None:
+            shares, groups = LATENT_PROGRAMS * DECODE_SHARES, -(-self.num_heads // LEAST_HEADS)
+            lines = shares * LEFT_PARTS * min(self.num_heads, LATENT_HEADS)
+            return lines * (self.value_dim + 1) * FLOAT32 + (shares + rows * groups) * SHARE_LINE * WORD
         shares = DECODE_PROGRAMS * DECODE_SHARES
         lines = shares * LEFT_PARTS * (self.num_heads // self.num_kv_heads)
         if self.window is None:

@@ -20,9 +20,15 @@ from octavo.kernels.ops import (
     decode_shares,
     few_rows,
     invariant_attention,
+    invariant_latent_attention,
+    invariant_latent_shares,
     invariant_shares,
+    invariant_write_latent,
+    latent_attention,
+    latent_shares,
     paged_attention,
     write_kv,
+    write_latent,
 )
 from octavo.step.share_words import DecodeShares
 
@@ -34,16 +40,23 @@ class Shares:
     """
 
     def __init__(self, batch: ForwardBatch, invariant: bool = False) -> None:
-        self._rows, self._teams, self._invariant = (batch.query_start, batch.context_len), batch.teams, invariant
+        self._rows, self._teams, self.invariant = (batch.query_start, batch.context_len), batch.teams, invariant
         self._by_window: dict[int | None, DecodeShares | None] = {}
+        self._of_latents: dict[int, DecodeShares | None] = {}  # by the number of heads
 
     def of(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
         if window not in self._by_window:
             self._by_window[window] = self._divided(window, k_cache)
         return self._by_window[window]
 
+    def of_latents(self, heads: int, cache: Tensor) -> DecodeShares | None:
+        if heads not in self._of_latents:
+            divide = invariant_latent_shares if self.invariant else latent_shares
+            self._of_latents[heads] = divide(*self._rows, cache, heads)
+        return self._of_latents[heads]
+
     def _divided(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
-        if self._invariant:
+        if self.invariant:
             return invariant_shares(*self._rows, k_cache, window)
         return decode_shares(*self._rows, k_cache, window, self._teams if window is None else None)
 
@@ -62,9 +75,16 @@ class TritonBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"], cache["v"])
 
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return write_latent(q, kv, k_up, norm, rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"])
+
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
+        if self.spec.latent is not None:
+            return _attend_latents(self.spec, q, cache, batch, batch.tables, batch.attention, out)
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
@@ -115,10 +135,17 @@ class TritonRegions:
         slots = batch.attention.slots
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.rope_positions, slots, cache["k"], cache["v"])
 
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return write_latent(q, kv, k_up, norm, rope.cos, rope.sin, batch.rope_positions, batch.attention.slots, cache["k"])
+
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
         regions: Regions = batch.attention
+        if self.spec.latent is not None:
+            return _attend_latents(self.spec, q, cache, batch, regions.of_rows, regions.shares, out, paged=False)
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
@@ -136,6 +163,13 @@ class TritonRegions:
         )  # fmt: skip
 
 
+def _attend_latents(
+    spec: AttentionSpec, q: Tensor, cache: Cache, batch: ForwardBatch, tables: Tensor, shares: Shares, out: Tensor, paged: bool = True
+) -> Tensor:
+    own, attend = shares.of_latents(spec.num_heads, cache["k"]), invariant_latent_attention if shares.invariant else latent_attention
+    return attend(q, cache["k"], tables, batch.query_start, batch.context_len, spec.scale, out, batch.max_query, own, paged)
+
+
 # -- the same with the kernels of `deterministic`: a row has the same bits beside any others, in any chunks and after any prefix hit
 
 
@@ -149,6 +183,11 @@ class InvariantBackend:
     @staticmethod
     def prepare(batch: ForwardBatch) -> Shares:
         return Shares(batch, invariant=True)
+
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        return invariant_write_latent(q, kv, k_up, norm, rope.cos, rope.sin, batch.rope_positions, batch.slots, cache["k"])
 
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
@@ -167,6 +206,12 @@ class InvariantRegions:
     def prepare(batch: ForwardBatch) -> Regions:
         return replace(TritonRegions.prepare(batch), shares=Shares(batch, invariant=True))
 
+    def write_latent(
+        self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+    ) -> Tensor:
+        slots = batch.attention.slots
+        return invariant_write_latent(q, kv, k_up, norm, rope.cos, rope.sin, batch.rope_positions, slots, cache["k"])
+
     def attend(
         self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
     ) -> Tensor:
@@ -178,6 +223,8 @@ def _attend_alike(
     spec: AttentionSpec, q: Tensor, cache: Cache, batch: ForwardBatch, tables: Tensor, shares: Shares, out: Tensor, sinks: Tensor | None,
     slopes: Tensor | None, paged: bool = True,
 ) -> Tensor:  # fmt: skip
+    if spec.latent is not None:
+        return _attend_latents(spec, q, cache, batch, tables, shares, out, paged)
     return invariant_attention(
         q, cache["k"], cache["v"], tables, batch.query_start, batch.context_len, spec.scale, out, batch.max_query,
         cast(DecodeShares, shares.of(spec.window, cache["k"])), spec.window, paged, spec.soft_cap, sinks, slopes,

@@ -41,5 +41,7 @@ class ExpertShape:
     group: int = 0
     table: bool = False
     floats: bool = False  # the table is that of MXFP4
+    in_groups: tuple[int, int] | None = None  # groups, and how many of them are chosen; None: the best experts of all are
+    biased: bool = False
     shared: int = 0  # width of one more expert, through which every token passes
     shared_gated: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.fp8_matrix import Fp8Matrix
-from octavo.kernels.reference import attention, fp8, layer, rows, sampling
+from octavo.kernels.reference import attention, fp8, latent, layer, rows, sampling
 from octavo.kernels.reference import delta_net as delta
 from octavo.kernels.reference import partial_attention as partial
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # only rules: this module does not import triton
@@ -84,6 +84,7 @@ packed_gate_up = by_device(layer.packed_gate_up, "packed.products")
 unpack = by_device(layer.unpack, "packed.products")
 fp8_linear = by_device(fp8.fp8_linear, "fp8")
 choose_experts = by_device(layer.choose_experts, "moe.route")
+choose_in_groups = by_device(layer.choose_in_groups, "moe.route")
 mixture = by_device(layer.mixture, "moe.products")
 shared_mixture = by_device(layer.shared_mixture, "moe.products")
 
@@ -105,11 +106,10 @@ rank = by_device(sampling.rank, "sampling.rank")
 delta_net = by_device(delta.delta_net, "delta_net.launch")
 gated_norm = by_device(delta.gated_norm, "step.norm")
 
-# -- kernels that a GPU does not have yet
+# -- latent attention
 
-absorb = layer.absorb
-expand = layer.expand
-choose_in_groups = layer.choose_in_groups
+write_latent = by_device(latent.write_latent, "latent.inputs")
+expand = by_device(latent.expand, "latent.inputs")
 
 # -- kernels that exist for a GPU only: a row's bits do not depend on the other rows
 
@@ -159,6 +159,29 @@ def invariant_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, 
     return shares
 
 
+def invariant_write_latent(q: Tensor, *given: Any) -> Tensor:
+    """Takes the arguments of `write_latent`."""
+    out: Tensor = _triton("latent.invariant").invariant_write_latent(q, *given)
+    return out
+
+
+def invariant_expand(mixed: Tensor, v_up: Tensor) -> Tensor:
+    """Takes the arguments of `expand`."""
+    out: Tensor = _triton("latent.invariant").invariant_expand(mixed, v_up)
+    return out
+
+
+def invariant_latent_attention(q: Tensor, *given: Any) -> Tensor:
+    """Takes the arguments of `latent_attention`, with work items from `invariant_latent_shares`."""
+    out: Tensor = _triton("latent.invariant").invariant_latent_attention(q, *given)
+    return out
+
+
+def invariant_latent_shares(query_start: Tensor, context_len: Tensor, cache: Tensor, heads: int) -> DecodeShares:
+    shares: DecodeShares = _triton("latent.invariant").invariant_latent_shares(query_start, context_len, cache, heads)
+    return shares
+
+
 # -- kernels that take more on one of both
 
 def paged_attention(
@@ -191,6 +214,34 @@ def paged_attention(
         soft_cap=soft_cap, sinks=sinks, slopes=slopes,
     )  # fmt: skip
     return out
+
+
+def latent_attention(
+    q: Tensor,  # [T, heads, latent + rotary_dim]
+    cache: Tensor,  # of latents and rotary keys
+    tables: Tensor,  # [R, B]; not paged: [R, 1], the region of each row
+    query_start: Tensor,  # [R+1]
+    context_len: Tensor,  # [R]
+    scale: float,
+    out: Tensor,  # [T, heads, latent]
+    max_query: int,  # an upper bound that the host knows
+    shares: DecodeShares | None,  # from `latent_shares`
+    paged: bool = True,
+) -> Tensor:
+    """Fills and returns `out`: the weighted latents of each row's queries, the last of its context."""
+    if not q.is_cuda:
+        return latent.latent_attention(q, cache, tables, query_start, context_len, scale, out)
+    kernels = _triton("latent.launch")
+    kernels.latent_attention(q, cache, tables, query_start, context_len, scale, out, max_query, shares, paged)
+    return out
+
+
+def latent_shares(query_start: Tensor, context_len: Tensor, cache: Tensor, heads: int) -> DecodeShares | None:
+    """Like `decode_shares`, for latent attention with so many heads."""
+    if not cache.is_cuda:
+        return None
+    shares: DecodeShares = _triton("latent.launch").latent_shares(query_start, context_len, cache, heads)
+    return shares
 
 
 def partial_attention(

@@ -147,7 +147,7 @@ def first_dense(reader: ConfigReader, fields: Mapping[str, Any], moe: MLPShape) 
 
 
 def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription:
-    return replace(dense_family.describe(rules, family, config, mixture_matrices, latent_parts), captured=False)
+    return dense_family.describe(rules, family, config, mixture_matrices, latent_parts)
 
 
 def latent_parts(rules: Rules, config: DenseConfig, layer: int) -> MixerParts:

@@ -44,10 +44,12 @@ class Kind:
     mixer: str
     features: frozenset[str]
     head_dim: int
+    latent: tuple[int, int] | None = None  # numbers of the latent and of the rotary key, if keys have both
 
     @staticmethod
     def of(mixer: MixerSpec) -> "Kind":
-        return Kind(mixer.kind, frozenset(mixer.features) - {BY_RANKS}, mixer.head_dim)
+        latent = (mixer.value_dim, mixer.rotated) if isinstance(mixer, AttentionSpec) and mixer.latent is not None else None
+        return Kind(mixer.kind, frozenset(mixer.features) - {BY_RANKS}, mixer.head_dim, latent)
 
     def __str__(self) -> str:
         mixer = [] if self.mixer == "attention" else [f"mixer {self.mixer}"]
@@ -150,7 +152,15 @@ def _misfit_of_layers(backend: Capabilities, kind: Kind, layer: int, run: Run) -
     if run.config.decode_context_parallel_size > 1 and (lacking := sorted(kind.features - backend.over_context().features)):
         problem = f"layer {layer} needs {', '.join(lacking)}, and decode_context_parallel_size is {run.config.decode_context_parallel_size}"
         return Misfit(problem, "set it to 1")
-    if not run.references and backend.head_sizes is not None and kind.head_dim not in backend.head_sizes:
+    if run.references:
+        return None
+    if kind.latent is not None:
+        most = backend.latent_sizes or kind.latent
+        if kind.latent[0] > most[0] or kind.latent[1] > most[1]:
+            own = "latents of {} and rotary keys of {} numbers".format(*kind.latent)
+            return Misfit(f"layer {layer} has {own}, and {who} has only those up to {most[0]} and {most[1]}")
+        return None
+    if backend.head_sizes is not None and kind.head_dim not in backend.head_sizes:
         return Misfit(f"layer {layer} has heads of {kind.head_dim}, and {who} has only {_shown(backend.head_sizes)}")
     return None
 

@@ -19,8 +19,9 @@ from octavo.errors import ConfigError
 from octavo.kernels import ops
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
-from octavo.kernels.ops import invariant_delta_net
+from octavo.kernels.ops import invariant_delta_net, invariant_expand
 from octavo.layers.delta_net import DeltaNet
+from octavo.layers.latent_attention import LatentAttention
 from octavo.loading.checkpoint import FileCheckpoint
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
@@ -172,6 +173,8 @@ def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: Stored
         for module in model.modules():
             if isinstance(module, DeltaNet):
                 module.recur = invariant_delta_net
+            if isinstance(module, LatentAttention):
+                module.expand = invariant_expand
     return model
 
 

@@ -30,8 +30,8 @@ from octavo.worker.kernel_calls import KernelCalls, kernel_keys
 from octavo.worker.kernel_shapes import from_json
 
 SLOW = (  # slowest first
-    "prefill_hopper", "within", "across", "prefill", "draw_fallback", "packed_gemm", "packed_gemv", "settle", "packed_small_gemm",
-    "merge_gemv", "fused_decode", "decode", "fp8_tiles", "nearest", "gather", "weigh", "adjust_rows",
+    "prefill_hopper", "latent_prefill", "latent_decode", "within", "across", "prefill", "draw_fallback", "packed_gemm", "packed_gemv",
+    "settle", "packed_small_gemm", "merge_gemv", "fused_decode", "decode", "fp8_tiles", "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
 MOST_LETTERS = 1000  # of an error: a line must be written to the pipe in one piece

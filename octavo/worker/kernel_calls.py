@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from octavo.attention.delta_net import DeltaNetSpec
-from octavo.attention.spec import AttentionSpec
+from octavo.attention.spec import LATENT_NORM_EPS, AttentionSpec
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.fp8_matrix import Fp8Matrix, zero_fp8
 from octavo.kernels.gates import Gate
@@ -26,6 +26,8 @@ from octavo.kernels.triton.delta_net.launch import SHORT, TILED_ROWS, delta_net
 from octavo.kernels.triton.fp8 import fp8_calls
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear, norm_router
 from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, GEMV_ROWS
+from octavo.kernels.triton.latent.inputs import write_latent
+from octavo.kernels.triton.latent.launch import latent_attention
 from octavo.kernels.triton.moe.products import mixture_calls
 from octavo.kernels.triton.packed.products import packed_calls
 from octavo.kernels.triton.sampling.draw import draw
@@ -34,7 +36,7 @@ from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
 from octavo.kernels.triton.step.cache import copy_blocks, write_kv
 from octavo.kernels.triton.step.elementwise import add_weighted, gate_and_mul, gelu, scale_logits
-from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, gated_norm, layer_norm, norm_add, norm_add_norm
+from octavo.kernels.triton.step.norm import add_layer_norm, add_rms_norm, gated_norm, layer_norm, norm_add, norm_add_norm, rms_norm
 from octavo.kernels.triton.step.rows import accept, copy_words, finish, prepare
 from octavo.step.logit_edits import HEAD
 from octavo.step.step_tensors import RowLayout, StepMemory, StepStates
@@ -79,7 +81,8 @@ class KernelCalls:
         self.gate: Gate | None = None if activation == "gelu" else activation
 
     def calls(self) -> list[Call]:
-        shapes, model, layer, attentions = self.shapes, self.model, self.layer, self.shapes.attentions
+        shapes, model = self.shapes, self.model
+        attentions = [spec for spec in shapes.attentions if spec.latent is None]
         alone = {replace(spec, window=None, rope=None, rotary_dim=None): spec for spec in attentions}  # decode depends on neither
         calls: list[Call] = [self.attend_to(1, 1, spec) for spec in alone.values()]
         calls += [self.attend_to(1, 32, spec) for spec in attentions]
@@ -90,8 +93,11 @@ class KernelCalls:
         calls += [self.few_around(rows, spec) for rows in few for spec in shapes.recurrences]
         steps = (*((rows, 1) for rows in TILED_ROWS), (2, 2 * SHORT))
         calls += [self.recur(rows, tokens, spec) for spec in shapes.recurrences for rows, tokens in steps]
+        latents = [spec for spec in shapes.attentions if spec.latent is not None]
+        calls += [self.attend_to_latents(queries, spec) for queries in (1, 32) for spec in latents]
         if shapes.experts is not None and self.gate is not None:
-            calls += mixture_calls(shapes.experts, model.hidden_size, layer.mlp.inner, self.gate, self.dtype, self.device)
+            inner = next(mlp.inner for mlp in shapes.mlps if mlp.experts is not None)
+            calls += mixture_calls(shapes.experts, model.hidden_size, inner, self.gate, self.dtype, self.device)
         return [
             *calls,
             *self.norms_between_products(),
@@ -107,7 +113,7 @@ class KernelCalls:
     def has_small_batches(self) -> bool:
         """As `SmallBatch` in `models/dense.py`."""
         plain = self.layer.norm.kind == "rms" and not self.layer.parallel and self.gate is not None
-        attention = self.spec.qk_norm != "whole" and not self.spec.alibi
+        attention = self.spec.qk_norm != "whole" and not self.spec.alibi and self.spec.latent is None
         return plain and few_rows(self.spec.head_dim) > 0 and attention
 
     def norms_between_products(self) -> list[Call]:
@@ -127,18 +133,17 @@ class KernelCalls:
         return calls
 
     def between_products(self) -> list[Call]:
-        model, inner, gate, calls = self.model, self.layer.mlp.inner, self.gate, list[Call]()
-        experts = self.layer.mlp.experts
-        gated = inner if experts is None else self.shared_inner
-        if experts is not None and experts.shared_gated:
+        model, widths = self.model, [mlp.inner if mlp.experts is None else mlp.experts.shared_inner for mlp in self.shapes.mlps]
+        calls = [self.activated(width) for width in widths if width]
+        if any(mlp.experts is not None and mlp.experts.shared_inner and mlp.experts.shared_gated for mlp in self.shapes.mlps):
             calls.append(lambda: add_weighted(self.hidden(2), self.hidden(2), self.hidden(2), self.hidden(1)))
-        if gate is None:
-            calls.append(lambda: gelu(self.numbers(2, inner)))
-        elif gated:
-            calls.append(lambda: gate_and_mul(self.numbers(2, 2 * gated), gate))
         if model.logit_scale != 1 or model.logit_cap is not None:
             calls.append(lambda: scale_logits(self.numbers(2, model.vocab_size), model.logit_scale, model.logit_cap))
         return calls
+
+    def activated(self, width: int) -> Call:
+        gate = self.gate
+        return (lambda: gelu(self.numbers(2, width))) if gate is None else lambda: gate_and_mul(self.numbers(2, 2 * width), gate)
 
     def attend_to(self, rows: int, queries: int, spec: AttentionSpec, in_teams: bool = False) -> Call:
         def call() -> None:
@@ -154,6 +159,25 @@ class KernelCalls:
                 sinks=self.sinks(spec), slopes=self.slopes(spec),
                 shares=shares_of(starts, context, cache, None, teams=teams) if in_teams else None,
             )  # fmt: skip
+
+        return call
+
+    def attend_to_latents(self, queries: int, spec: AttentionSpec) -> Call:
+        def call() -> None:
+            assert spec.latent is not None
+            q, kv = self.numbers(queries, sum(spec.projections.values())).split([*spec.projections.values()], dim=1)
+            if spec.latent.q_rank is not None:
+                rms_norm(q, self.numbers(spec.latent.q_rank), LATENT_NORM_EPS)
+                q = self.numbers(queries, spec.projected_q)
+            k_up, norm = (
+                self.numbers(spec.num_heads * spec.latent.plain_dim, spec.value_dim),
+                (self.numbers(spec.value_dim), LATENT_NORM_EPS),
+            )
+            cache, places = self.cache(), (self.words(queries), self.places(queries))
+            q = write_latent(q, kv, k_up, norm, *self.turns(spec), *places, cache)
+            starts = torch.arange(0, queries + 1, queries, dtype=torch.int32, device=self.device)
+            out = self.numbers(queries, spec.num_heads, spec.value_dim)
+            latent_attention(q, cache, self.words(1, 2), starts, self.words(1) + queries, spec.scale, out, queries)
 
         return call
 
@@ -220,7 +244,7 @@ class KernelCalls:
         words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2, 2)
         prepare(words, layout, self.size, step)
         last = self.layer.mixer  # of the last layer's kind, which is the first here
-        states, hidden = self.numbers(2, last.v_size if isinstance(last, DeltaNetSpec) else self.spec.q_size), self.hidden(2)
+        states, hidden = self.numbers(2, last.v_size if isinstance(last, DeltaNetSpec) else self.spec.result_size), self.hidden(2)
         finish(words, layout, step, self.places(2), states, hidden, self.words(2))
         accept(words, layout, self.words(1, 4), self.words(2))
         copy_words(words.view(-1), words.view(-1), self.places(3).view(1, 3), 1)
@@ -242,11 +266,6 @@ class KernelCalls:
         cache = self.cache()
         q = write_kv(self.qkv(tokens), self.norms(), *self.turns(spec), self.words(tokens), self.places(tokens), cache, cache)
         return q, cache, cache
-
-    @property
-    def shared_inner(self) -> int:
-        experts = self.layer.mlp.experts
-        return 0 if experts is None else experts.shared_inner
 
     def hidden(self, rows: int) -> Tensor:
         return self.numbers(rows, self.model.hidden_size)

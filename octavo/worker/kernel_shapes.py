@@ -11,7 +11,7 @@ from octavo.attention.delta_net import DeltaNetSpec
 from octavo.attention.mixer import MixerSpec
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.kernel_shapes import ExpertShape, Fp8Shape, PackedShape
-from octavo.models.description import Experts, LayerShape, ModelDescription
+from octavo.models.description import Experts, LayerShape, MLPShape, ModelDescription
 from octavo.sizing.model_size import Codes, Kept
 
 EXPERTS = "experts_"  # prefix of the names of expert matrices
@@ -27,8 +27,15 @@ class KernelShapes:
 
     @property
     def layer(self) -> LayerShape:
-        """All layers are like this one, except for their mixers, which differ in windows and rotations, or are recurrent."""
+        """All layers are like this one, except for their mixers, which differ in windows and rotations, or are recurrent.
+
+        Beside layers with latents, MLPs differ, too.
+        """
         return self.model.layers[0]
+
+    @property
+    def mlps(self) -> list[MLPShape]:
+        return list({layer.mlp: None for layer in self.model.layers})
 
     @property
     def attentions(self) -> list[AttentionSpec]:
@@ -49,7 +56,8 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     """Returns the kernels to compile for this model, or None if its layers use kernels of another kind. `kept`: its matrices"""
     mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
     alike = {replace(mixer, window=None, rope=None) for mixer in mixers}
-    others = {replace(layer, mixer=model.layers[0].mixer) for layer in model.kinds}
+    first, latents = model.layers[0], any(mixer.latent is not None for mixer in mixers)
+    others = {replace(layer, mixer=first.mixer, mlp=first.mlp if latents else layer.mlp) for layer in model.kinds}
     known = all(isinstance(layer.mixer, (AttentionSpec, DeltaNetSpec)) for layer in model.kinds)
     if not known or len(alike) != 1 or len(others) != 1:
         return None
@@ -60,7 +68,7 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
         if not form.fp8_span
     }
     fp8 = {Fp8Shape(one.rows, one.columns, form.fp8_span, one.bias) for one, form in codes if form.fp8_span}
-    experts = model.layers[0].mlp.experts
+    experts = next((layer.mlp.experts for layer in model.kinds if layer.mlp.experts is not None), None)
     outside = tuple(vector for vector in model.vectors if vector.layer is None)
     return KernelShapes(
         model=replace(model, layers=tuple(model.kinds), matrices=(), vectors=outside, lookup=None),
@@ -75,8 +83,9 @@ def _experts(experts: Experts, model: ModelDescription, kept: list[Kept]) -> Exp
     form = next((one.codes for one in kept if one.codes and one.matrix.name.startswith(EXPERTS)), None)
     bias = any(matrix.bias for matrix in model.matrices if matrix.name.startswith(EXPERTS))
     codes = (0, 0, False, False) if form is None else (form.bits, form.group, *_table(form))
+    in_groups = None if experts.plain else (experts.groups, experts.chosen_groups)
     shared = experts.shared_inner, experts.shared_gated
-    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes, *shared)
+    return ExpertShape(experts.held, experts.chosen, experts.scores, experts.normed, bias, *codes, in_groups, experts.biased, *shared)
 
 
 def _table(form: Codes) -> tuple[bool, bool]:

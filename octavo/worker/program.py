@@ -206,7 +206,7 @@ def _batches(
 def _teams(model: Decoder, backend_of: BackendOf, groups: int, most_rows: int) -> StepTeams | None:
     """Returns the buffers for the shared-prefix groups of a step, or None if every row reads its keys alone."""
     specs = [layer.mixer for layer in describe(model.config).kinds if backend_of(layer.mixer).capabilities.in_teams]
-    full = [spec for spec in specs if isinstance(spec, AttentionSpec) and spec.window is None]
+    full = [spec for spec in specs if isinstance(spec, AttentionSpec) and spec.window is None and spec.latent is None]
     if model.device.type == "cpu" or not full:
         return None
     sizes = [team_sizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, model.dtype, model.device) for spec in full]

@@ -11,14 +11,14 @@ attention function runs over the regions, and must give the same output. The fir
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, FewBackend, QKNorm, Rope
+from octavo.attention.backend import AttentionBackend, FewBackend, LatentBackend, QKNorm, Rope
 from octavo.attention.capabilities import Capabilities
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import Cache, ForwardBatch
@@ -247,11 +247,13 @@ def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plai
             return replace(batch, attention=prepared), plain
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
-            if not shadow.watches:
-                return self.over_blocks.write(qkv, norms, rope, cache, batch)
-            paged, plain = batch.attention
-            self.over_regions.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
-            return self.over_blocks.write(qkv, norms, rope, cache, paged)
+            return _write_both(self.over_blocks.write, self.over_regions.write, shadow, self.layer, (qkv, norms, rope), cache, batch)
+
+        def write_latent(
+            self, q: Tensor, kv: Tensor, k_up: Tensor, norm: tuple[Tensor, float], rope: Rope, cache: Cache, batch: ForwardBatch
+        ) -> Tensor:
+            paged, plain = (cast(LatentBackend, one).write_latent for one in (self.over_blocks, self.over_regions))
+            return _write_both(paged, plain, shadow, self.layer, (q, kv, k_up, norm, rope), cache, batch)
 
         def attend(
             self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None
@@ -282,6 +284,18 @@ def shadowed(paged_backend: Backend, shadow: Shadow, layers: Iterator[int], plai
             return parts
 
     return ShadowedBackend
+
+
+def _write_both(
+    over_blocks: Callable[..., Tensor], over_regions: Callable[..., Tensor], shadow: Shadow, layer: int, given: tuple[Any, ...],
+    cache: Cache, batch: ForwardBatch,
+) -> Tensor:  # fmt: skip
+    """Writes to both caches while the shadow watches. given: arguments before the cache; the first one may be overwritten"""
+    if not shadow.watches:
+        return over_blocks(*given, cache, batch)
+    paged, plain = batch.attention
+    over_regions(given[0].clone(), *given[1:], shadow.regions.caches[layer], plain)
+    return over_blocks(*given, cache, paged)
 
 
 def happened(event: Event, block: int, key: BlockKey | None, runner: ModelRunner, shadow: Shadow | None) -> None:

@@ -13,8 +13,9 @@ from tests.equivalence.test_schedules import difference, proof
 from tests.equivalence.test_verify import run
 from tests.support.families import family_model, reference_model
 from tests.support.greedy import compare_with_reference, same_greedy_text
-from tests.support.latents import LATENTS, long
+from tests.support.latents import LATENTS, for_a_gpu, long
 from tests.support.latents_gguf import latent_gguf
+from tests.support.places import PLACES, Place, open_engine
 from tests.support.soaked import rarely
 
 LENGTHS = (1, 17, 64, 65, 150)
@@ -34,6 +35,21 @@ def test_latent_attention_gives_the_tokens_transformers_gives(name: str, native:
         second = llm.generate(second_turns(first), GREEDY, use_tqdm=False)
     assert [output.num_cached_tokens for output in second] == [(length + 7) // 16 * 16 for length in LENGTHS]
     compare_with_reference(first + second, reference_model(folder, LATENTS[name])).accept()
+
+
+# promise: family-folder
+@PLACES
+@pytest.mark.parametrize("name", LATENTS)
+def test_latent_attention_gives_them_on_a_gpu_too(name: str, place: Place, tmp_path: Path) -> None:
+    """Steps are padded, and have rows of one token beside prompts; second turns continue from cached blocks."""
+    tiny = LATENTS[name] if place == "cpu" else for_a_gpu(LATENTS[name])
+    folder = family_model(tmp_path / "model", tiny, seed=48)
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
+    with open_engine(folder, place, check=True, **settings) as llm:
+        first = llm.generate(prompts_of((1, 17, 65, 90)), GREEDY, use_tqdm=False)
+        second = llm.generate(second_turns(first), GREEDY, use_tqdm=False)
+        assert llm.stats().prefix_hits > 0
+    compare_with_reference(first + second, reference_model(folder, tiny)).accept()
 
 
 @pytest.mark.parametrize(
@@ -64,6 +80,15 @@ def test_paging_is_invisible_in_latent_attention(name: str, native: bool, block_
         raise AssertionError(str(error)) from None
     assert verified.compared.cache_values > 50_000 and verified.compared.forks > 5
     assert verified.kernels.startswith("native ") == native
+
+
+# promise: octavo-verify, gpu-computes-device
+@PLACES
+def test_paging_is_invisible_in_latents_of_a_device(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(family_model(tmp_path / "model", for_a_gpu(LATENTS["deepseek v3"]), seed=49))
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    verified = run(folder, requests=12, device=place, native=False, depth=2, block_size=4)
+    assert verified.compared.cache_values > 50_000 and verified.compared.output_values > 50_000
 
 
 # promise: octavo-verify-schedules

@@ -89,6 +89,12 @@ def test_the_script_that_checks_and_times_gated_delta_net_runs_through() -> None
 
 
 @pytest.mark.soak
+def test_the_script_that_checks_and_times_latent_attention_runs_through() -> None:
+    said = script("gpu_latent", "--tiny", "--parts", "decode,prompt")
+    assert said.count(" ok ") == 4 and "WRONG" not in said and "NOT" not in said and said.count(" choices of tiles ran") == 3
+
+
+@pytest.mark.soak
 def test_a_stream_of_packed_layers_runs_through() -> None:
     said = script("gpu_stream", "--tiny")
     assert "all agree with their twins" in said and "a layer took" in said
@@ -160,6 +166,23 @@ def test_the_kernels_of_deterministic_compile_without_spilling(capability: str, 
 def test_the_kernels_of_recurrent_layers_compile(capability: str, tmp_path: Path) -> None:
     taken = compiled(tmp_path, f"{capability}:delta_net")
     assert {name for _, name, _ in taken} == {"recur", "convolve", "within", "across", "norm_and_gate"}
+
+
+# promise: kernels-gpus-compute
+@pytest.mark.parametrize("capability", [one if one == "90" else pytest.param(one, marks=pytest.mark.soak) for one in CAPABILITIES])
+def test_the_kernels_of_latents_compile(capability: str, tmp_path: Path) -> None:
+    taken = compiled(tmp_path, f"{capability}:latent")
+    assert {name for _, name, _ in taken} == {"write_latents", "share_out", "latent_prefill", "latent_decode", "route_in_groups"}
+    assert {units for _, name, units in taken if name == "latent_prefill"} == {"-", "wgmma" if capability == "90" else "mma"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", [one for one in CAPABILITIES if one != "100"])
+def test_the_kernels_of_deterministic_latents_compile(capability: str, tmp_path: Path) -> None:
+    taken = compiled(tmp_path, f"{capability}:alike")
+    assert {name for _, name, _ in taken} == {"share_out", "invariant_latent_prefill", "invariant_latent_decode", "multiply_heads"}
+    units = {units for _, name, units in taken if name.startswith("invariant_latent")}
+    assert units == {"-", "mma"}, "prompts and decode multiply alike"
 
 
 @pytest.mark.parametrize("capability", ["90", pytest.param("87", marks=pytest.mark.soak), pytest.param("100", marks=pytest.mark.soak)])

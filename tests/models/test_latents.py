@@ -12,7 +12,8 @@ from torch import Tensor
 from octavo.attention.spec import Latent
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
-from octavo.kernels.reference.layer import absorb, choose_in_groups, expand, rms_norm, rotate
+from octavo.kernels.reference.latent import absorb, expand
+from octavo.kernels.reference.layer import choose_in_groups, rms_norm, rotate
 from octavo.loading.gguf import GGUFTensor, config_dict
 from octavo.loading.shape import ModelShape
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, rank_parts, read_config
@@ -81,7 +82,7 @@ def test_published_configs_are_read(raw: dict[str, Any], billions: float, active
     assert (spec.latent, spec.head_dim, spec.value_dim, spec.rotated, spec.num_kv_heads) == (latent, 576, 512, 64, 1)
     assert (experts.scores, experts.groups, experts.chosen_groups, experts.scale) == groups and not experts.shared_gated
     assert sum(layer.mlp.experts is None for layer in config.layers) == raw["first_k_dense_replace"]
-    assert native_refusal(model) is None and not model.captured
+    assert native_refusal(model) is None and model.captured
     specs = cache_specs(config, "bfloat16")
     assert {spec.bytes_per_token for spec in specs} == {576 * 2}, "not the keys and values of all heads"
     assert ModelShape("m", config).needs("bfloat16").bytes_per_token == len(specs) * 576 * 2
@@ -123,17 +124,33 @@ def test_what_such_a_model_cannot_compute_is_refused_by_its_key(raw: dict[str, A
     assert str(error.value).startswith(f"m/config.json: {said}"), error.value
 
 
-def test_gpus_and_caches_of_integers_are_refused_by_name() -> None:
+def test_some_backends_sizes_and_caches_of_integers_are_refused_by_name() -> None:
     model = describe(read(V2_LITE))
     (choice,) = choose_backends(Run(resolved(EngineConfig(), "cpu"), "float32", "cpu"), model)
     assert choice.backend.name == "cpu" and len(choice.layers) == 27
-    for name in ("auto", "triton", "flashinfer"):
-        on_gpu = Run(resolved(EngineConfig(attention_backend=name), "cuda"), "bfloat16", "cuda")
-        with pytest.raises(ConfigError, match=r"^layer 0 needs latent, which attention backend \w+ does not support: "):
-            choose_backends(on_gpu, model)
-    in_int8 = Run(resolved(EngineConfig(kv_cache_dtype="int8"), "cpu"), "float32", "cpu")
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8, and layer 0 caches a latent .*: leave kv_cache_dtype at auto$"):
-        choose_backends(in_int8, model)
+    (choice,) = choose_backends(on_gpu(), model)
+    assert choice.backend.name == "triton" and choice.backend.graphs == "every"
+    (choice,) = choose_backends(on_gpu(deterministic=True), model)
+    assert choice.backend.name == "triton" and choice.backend.deterministic
+    refused = {
+        r"^layer 0 needs latent, which attention backend flashinfer does not support: ": on_gpu(attention_backend="flashinfer"),
+        r"kv_cache_dtype is int8, dtype is bfloat16, and attention backend triton keeps .*: leave": on_gpu(kv_cache_dtype="int8"),
+        r"kv_cache_dtype is int8, and layer 0 caches a latent .*: leave kv_cache_dtype at auto$": Run(
+            resolved(EngineConfig(kv_cache_dtype="int8"), "cpu"), "float32", "cpu"
+        ),
+    }
+    for said, run in refused.items():
+        with pytest.raises(ConfigError, match=said):
+            choose_backends(run, model)
+    for sizes in ({"kv_lora_rank": 520}, {"qk_rope_head_dim": 80}):
+        with pytest.raises(
+            ConfigError, match=r"layer 0 has latents of \d+ and rotary keys of \d+ numbers, .* up to 512 and 64: set device"
+        ):
+            choose_backends(on_gpu(), describe(read(V2_LITE, **sizes)))
+
+
+def on_gpu(**settings: Any) -> Run:
+    return Run(resolved(EngineConfig(**settings), "cuda"), "bfloat16", "cuda")
 
 
 def test_ranks_have_some_heads_and_all_latents() -> None:

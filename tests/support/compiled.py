@@ -6,6 +6,8 @@
     fp8         products with weights of 8-bit floats, for one row and for many
     invariant   the kernels of `deterministic`: products of all sizes, attention of all types
     delta_net   Gated DeltaNet: decode of few rows and of many, a mixed step, and the kernel of `deterministic`
+    latent      latent attention of all published sizes, with its inputs, and experts in groups
+    alike       the same with the kernels of `deterministic`
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
@@ -38,9 +40,12 @@ from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invaria
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
 from octavo.kernels.triton.invariant.products import invariant_linear
+from octavo.kernels.triton.latent.inputs import write_latent
+from octavo.kernels.triton.latent.invariant import by_head, invariant_expand, invariant_latent_attention, invariant_latent_shares
+from octavo.kernels.triton.latent.launch import latent_attention
 from octavo.kernels.triton.moe.library import library_kernels
 from octavo.kernels.triton.moe.products import few_tokens, mixture, shared_mixture
-from octavo.kernels.triton.moe.route import Choices, choose_experts
+from octavo.kernels.triton.moe.route import Choices, choose_experts, choose_in_groups
 from octavo.kernels.triton.packed.products import invariant_packed_linear, packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
@@ -62,7 +67,9 @@ SPILLED = {  # what was quickest on an H200 spills a little
     100: {"prefill": 672},
     121: {"prefill": 80, "nearest": 64, "draw_fallback": 56, "invariant_decode": 32},  # those of float32
 }
-RECURRENT = {"within": 2048, "across": 1536}  # nearly all of it in float32, on every target; never timed
+# Of every target, never timed: of recurrent layers nearly all of it in float32; of latents what is alive beside 64 lines of results.
+RECURRENT = {"within": 2048, "across": 1536}
+LATENTS = {"latent_decode": 512, "latent_prefill": 64, "invariant_latent_decode": 160, "invariant_latent_prefill": 128}
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
 BF16 = {"dtype": torch.bfloat16}
@@ -71,7 +78,7 @@ BF16 = {"dtype": torch.bfloat16}
 def compile_only(target: int) -> list[str]:
     """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
     run, taken = JITFunction.run, []
-    spills, shared = RECURRENT | SPILLED.get(target, {}), SHARED_MEMORY[target]
+    spills, shared = RECURRENT | LATENTS | SPILLED.get(target, {}), SHARED_MEMORY[target]
 
     def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as said:
@@ -203,6 +210,35 @@ def compile_delta_net(k_dim: int = 128, v_dim: int = 128, dtypes: tuple[torch.dt
             gated_norm(out, qkvz[:, channels:].view(out.shape), torch.empty(v_dim, dtype=dtype), 1e-6)
 
 
+def compile_latents(rank: int = 512, rotary: int = 64, plain: int = 128) -> None:
+    """With 16 heads, 20, and 128."""
+    index, tables, turns = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32), torch.empty(64, rotary // 2)
+    for dtype in (torch.bfloat16, torch.float32):
+        cache, norm = torch.empty(9, 16, 1, rank + rotary, dtype=dtype), (torch.empty(rank, dtype=dtype), 1e-6)
+        for heads in (16, 20, 128):
+            given = torch.empty(4, heads * (plain + rotary) + rank + rotary, dtype=dtype).split(
+                [heads * (plain + rotary), rank + rotary], 1
+            )
+            q = write_latent(*given, torch.empty(heads * plain, rank, dtype=dtype), norm, turns, turns, index[:4], index[:4], cache)
+            out = torch.empty(4, heads, rank, dtype=dtype)
+            latent_attention(q, cache, tables, index, index[:4], 0.1, out, 64)
+        choose_in_groups(torch.empty(4, 256, dtype=dtype), 8, "sigmoid", True, 8, 4, torch.empty(256), 2.5)
+        choose_in_groups(torch.empty(4, 160, dtype=dtype), 6, "all", False, 8, 3, None, 16.0)
+
+
+def compile_invariant_latents(rank: int = 512, rotary: int = 64) -> None:
+    index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        cache = torch.empty(9, 16, 1, rank + rotary, dtype=dtype)
+        for heads in (16, 20, 128):
+            q, out = torch.empty(4, heads, rank + rotary, dtype=dtype), torch.empty(4, heads, rank, dtype=dtype)
+            shares = invariant_latent_shares(index, index[:4], cache, heads)
+            invariant_latent_attention(q, cache, tables, index, index[:4], 0.1, out, 64, shares)
+        for tokens in (4, 100):
+            by_head(*(torch.empty(shape, dtype=dtype) for shape in ((20, tokens, 192), (20, 192, rank), (20, tokens, rank))))
+            invariant_expand(torch.empty(tokens, 20, rank, dtype=dtype), torch.empty(20 * 256, rank, dtype=dtype))
+
+
 def compile_sampling() -> None:
     index = torch.zeros(4, dtype=torch.int64)
     logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
@@ -269,6 +305,8 @@ LISTS: dict[str, Callable[[], object]] = {
     "fp8": compile_fp8,
     "invariant": compile_invariant,
     "delta_net": compile_delta_net,
+    "latent": compile_latents,
+    "alike": compile_invariant_latents,
     "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
 }
 

@@ -57,6 +57,16 @@ ALIGNED = Tiny(
 )  # fmt: skip
 
 
+def for_a_gpu(tiny: Tiny) -> Tiny:
+    """Returns the model with matrices of whole tiles. Latents keep their odd numbers of heads."""
+    given = tiny.options
+    fields = {
+        "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "kv_lora_rank": given["kv_lora_rank"] + 12,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 48, "q_lora_rank": given["q_lora_rank"] and 64,
+    }  # fmt: skip
+    return replace(tiny, options=given | fields)
+
+
 def long(tiny: Tiny) -> Tiny:
     """Returns the model with room for more than two pieces of attention."""
     return replace(tiny, options=tiny.options | {"max_position_embeddings": 1024})

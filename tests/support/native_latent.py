@@ -10,7 +10,7 @@ from octavo.kernels.cpu.attention_case import AttentionCase, Cache
 from octavo.kernels.cpu.library import BF16, F16, F32
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
-from octavo.kernels.reference.layer import absorb, expand
+from octavo.kernels.reference.latent import absorb, expand
 
 EPS = 1e-6  # of norms
 # How far off a result may be. Once in a while a number of a key is rounded to the neighbour of the reference's: by 2^-8 or 2^-11 of it.

@@ -1,5 +1,4 @@
-"""All parts of a layer except attention, in plain torch: norm, rotation, gate, products of small batches or quantised weights, MoE,
-and what latent attention does before and after it.
+"""All parts of a layer except attention, in plain torch: norm, rotation, gate, products of small batches or quantised weights, and MoE.
 
 A GPU kernel fuses several of these steps. Its reference here has the same name and arguments and does them one by one.
 """
@@ -352,34 +351,3 @@ def _rows(stack: Tensor | DeviceCodes, expert: int, count: int, x: Tensor) -> Te
     if isinstance(stack, Tensor):
         return stack[expert * size : (expert + 1) * size]
     return unpack(stack, x.dtype, torch.arange(expert * size, (expert + 1) * size, device=x.device))
-
-
-# -- multi-head latent attention (MLA), around attention itself: from q and a latent to one key for all heads, and back
-#
-#     absorb    q of a head [ plain | rotary ]  ->  [ plain W_UK | rotated ]      a score with the cached key is then that of MLA
-#               latent, rotary key              ->  [ normed | rotated ]          the cached key
-#     expand    the weighted latents of a head  ->  times W_UV
-
-
-def absorb(
-    q: Tensor,  # [T, heads * (plain_dim + rotary_dim)]
-    kv: Tensor,  # [T, latent + rotary_dim]
-    k_up: Tensor,  # W_UK: [heads * plain_dim, latent]
-    norm: tuple[Tensor, float],  # of the latent: weight [latent], eps
-    cos: Tensor,  # [T, rotary_dim / 2] float32, for the positions of these tokens
-    sin: Tensor,
-) -> Tensor:
-    """Returns q of all heads, and the key behind them [T, (heads + 1) * (latent + rotary_dim)]."""
-    (plain_heads, latent), rotary = k_up.shape, 2 * cos.shape[1]
-    heads = (q.shape[1] - plain_heads) // rotary
-    plain, turned = q.view(len(q), heads, -1).split([plain_heads // heads, rotary], dim=-1)
-    matched = torch.einsum("thp,hpl->thl", plain, k_up.view(heads, -1, latent))
-    normed = rms_norm(kv[:, :latent], norm[0], norm[1]).unsqueeze(1)
-    turned = rotate(torch.cat([turned, kv[:, None, latent:]], dim=1), cos, sin)
-    return torch.cat([torch.cat([matched, normed], dim=1), turned], dim=-1).flatten(1)
-
-
-def expand(mixed: Tensor, v_up: Tensor) -> Tensor:
-    """Returns the values of all heads [T, heads * value_dim]. mixed: [T, heads, latent]; v_up: W_UV [heads * value_dim, latent]"""
-    heads = mixed.shape[1]
-    return torch.einsum("thl,hvl->thv", mixed, v_up.view(heads, -1, mixed.shape[2])).flatten(1)

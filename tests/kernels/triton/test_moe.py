@@ -12,7 +12,7 @@ from octavo.kernels.reference import layer as plain
 from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.moe import products as moe
 from octavo.kernels.triton.moe.library import by_library, library_mixture
-from octavo.kernels.triton.moe.route import choose_experts, sort_by_expert
+from octavo.kernels.triton.moe.route import choose_experts, choose_in_groups, sort_by_expert
 from octavo.kernels.triton.target import capability
 from tests.support.soaked import rarely
 
@@ -52,11 +52,30 @@ def test_the_best_experts_are_chosen_and_weighed(scores: str, normed: bool, devi
         torch.testing.assert_close(got[1], exact[1], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("scores", "normed", "biased"), [("sigmoid", True, True), ("all", False, False), ("sigmoid", False, True)], ids=str
+)
+def test_experts_are_chosen_among_those_of_the_best_groups(scores: str, normed: bool, biased: bool, device: str) -> None:
+    for count, chosen, groups, kept, dtype in (
+        (64, 4, 1, 1, torch.bfloat16), (256, 8, 8, 4, torch.float32), (60, 5, 5, 3, torch.float32), (6, 2, 3, 1, torch.float32)
+    ):  # fmt: skip
+        logits = random(device, torch.float32, 4, count).argsort(-1).argsort(-1).sub(count // 2).div(16).to(dtype)  # no two are equal
+        bias = random(device, torch.float32, count, seed=1) / 10 if biased else None
+        given = logits, chosen, scores, normed, groups, kept, bias, 2.5
+        got, exact = choose_in_groups(*given), plain.choose_in_groups(*given)
+        assert torch.equal(got[0], exact[0])
+        torch.testing.assert_close(got[1], exact[1], atol=1e-6, rtol=1e-6)
+
+
 def test_logits_that_are_no_numbers_still_choose_experts_that_there_are(device: str) -> None:
     logits = torch.full((2, 6), torch.nan, device=device)
     logits[1, 3] = torch.inf
-    ids, _ = choose_experts(logits, 4, "all", True)
-    assert int(ids.min()) >= 0 and int(ids.max()) < 6
+    chosen = [
+        choose_experts(logits, 4, "all", True),
+        choose_in_groups(logits, 4, "sigmoid", True, 3, 2, torch.zeros(6, device=device), 1.0),
+    ]
+    for ids, _ in chosen:
+        assert int(ids.min()) >= 0 and int(ids.max()) < 6
 
 
 @pytest.mark.parametrize(("tokens", "count", "rows", "first", "held"), [(9, 5, 4, 0, 5), (700, 7, 64, 2, 3), (1, 5, 4, 0, 5)], ids=str)

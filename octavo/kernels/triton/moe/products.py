@@ -22,7 +22,7 @@ from octavo.kernels.kernel_shapes import ExpertShape
 from octavo.kernels.triton.gemv.products import linear
 from octavo.kernels.triton.moe.grouped import grouped_rows, grouped_tiles, many_down, many_gate_up, packed_grouped_tiles
 from octavo.kernels.triton.moe.library import by_library, library_kernels, library_mixture
-from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, sort_by_expert
+from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, choose_in_groups, sort_by_expert
 from octavo.kernels.triton.moe.small_batch import MAX_HELD, Shared, few_down, few_gate_up, row_tiles
 from octavo.kernels.triton.step.elementwise import add_weighted, gate_and_mul
 
@@ -126,7 +126,11 @@ def _call(
 ) -> Callable[[], object]:
     def call() -> None:
         x, logits = (torch.empty(tokens, size, dtype=dtype, device=device) for size in (hidden, experts.count))
-        ids, weights = choose_experts(logits, experts.chosen, experts.scores, experts.normed)
+        if experts.in_groups is None:
+            ids, weights = choose_experts(logits, experts.chosen, experts.scores, experts.normed)
+        else:
+            correction = torch.empty(experts.count, device=device) if experts.biased else None
+            ids, weights = choose_in_groups(logits, experts.chosen, experts.scores, experts.normed, *experts.in_groups, correction, 1.0)
         tall, wide = experts.count * 2 * inner, experts.count * hidden
         stacks = stack(experts, tall, hidden, dtype, device), stack(experts, wide, inner, dtype, device)
         biases = tuple(torch.empty(rows, dtype=dtype, device=device) for rows in (tall, wide)) if experts.bias else None

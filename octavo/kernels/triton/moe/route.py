@@ -8,9 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.reference.layer import TINY
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 LOWEST = tl.constexpr(-3.0e38)
+LEAST = tl.constexpr(TINY)
 AT_ONCE = 2048  # choices
 TILES = tl.constexpr(64)  # written at once
 
@@ -78,6 +80,101 @@ def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tu
         route[(tokens,)](
             logits, ids, weights, COUNT=count, COUNT_TILE=tile, CHOSEN=chosen, CHOSEN_TILE=triton.next_power_of_2(chosen),
             OVER_ALL=scores == "all" and not normed, PDL=use_pdl(), num_warps=1 if tile <= 256 else 4, launch_pdl=use_pdl(),
+        )  # fmt: skip
+    return ids, weights
+
+
+# -- the same among experts in groups, whose scores a bias corrects: only the experts of the best groups take part
+
+
+@triton.jit
+def keep_best_groups(
+    left, expert, COUNT: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, TWO: tl.constexpr
+):  # fmt: skip
+    """`left` [COUNT_TILE] with -inf outside the best groups. TWO: the score of a group is the sum of its best two, else its best one."""
+    own, group = expert // (COUNT // GROUPS), tl.arange(0, GROUPS_TILE)
+    scores, kept = tl.full([GROUPS_TILE], float("-inf"), tl.float32), expert < 0
+    for number in range(GROUPS):
+        inside = tl.where(own == number, left, float("-inf"))
+        score, best = tl.max(inside, 0, return_indices=True)
+        if TWO:
+            score += tl.max(tl.where(expert == best, float("-inf"), inside), 0)
+        scores = tl.where(group == number, score, scores)
+    for _ in range(CHOSEN_GROUPS):
+        best = tl.max(scores, 0, return_indices=True)[1]
+        kept |= own == best
+        scores = tl.where(group == best, float("-inf"), scores)
+    return tl.where(kept, left, float("-inf"))
+
+
+@triton.jit
+def route_in_groups(
+    logits,
+    bias,
+    ids,
+    weights,
+    scale,
+    COUNT: tl.constexpr,
+    COUNT_TILE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_TILE: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    expert, place = tl.arange(0, COUNT_TILE), tl.arange(0, CHOSEN_TILE)
+    there = expert < COUNT
+    correction = tl.load(bias + expert, mask=there, other=0.0) if BIASED else 0.0
+    wait(PDL)
+    given = tl.load(logits + token * COUNT + expert, mask=there, other=LOWEST).to(tl.float32)
+    given = tl.maximum(given, LOWEST)  # removes NaN
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-given))
+    else:
+        scores = tl.where(there, tl.exp(given - tl.max(given, 0)), 0.0)
+        scores /= tl.sum(scores, 0)
+    left = tl.where(there, scores + correction, float("-inf"))
+    if CHOSEN_GROUPS < GROUPS:
+        left = keep_best_groups(left, expert, COUNT, GROUPS, GROUPS_TILE, CHOSEN_GROUPS, SIGMOID)
+    chosen, found = tl.zeros([CHOSEN_TILE], tl.int64), tl.zeros([CHOSEN_TILE], tl.float32)
+    for index in tl.static_range(CHOSEN):
+        best = tl.max(left, 0, return_indices=True)[1]
+        chosen = tl.where(place == index, best, chosen)
+        found = tl.where(place == index, tl.sum(tl.where(expert == best, scores, 0.0), 0), found)
+        left = tl.where(expert == best, float("-inf"), left)
+    if NORMED:
+        found /= tl.sum(found, 0) + LEAST
+    tl.store(ids + token * CHOSEN + place, chosen, mask=place < CHOSEN)
+    tl.store(weights + token * CHOSEN + place, found * scale, mask=place < CHOSEN)
+
+
+def choose_in_groups(
+    logits: Tensor,  # [T, count]
+    chosen: int,
+    scores: str,
+    normed: bool,
+    groups: int,
+    chosen_groups: int,
+    bias: Tensor | None,  # [count] float32
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Like `choose_experts`, but only among the experts of the best groups, and with weights times `scale`."""
+    tokens, count = logits.shape
+    assert logits.is_contiguous() and chosen <= chosen_groups * (count // groups) and count % groups == 0
+    ids = torch.empty(tokens, chosen, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
+    tile = triton.next_power_of_2(count)
+    if tokens:
+        route_in_groups[(tokens,)](
+            logits, bias, ids, weights, scale, COUNT=count, COUNT_TILE=tile, CHOSEN=chosen, CHOSEN_TILE=triton.next_power_of_2(chosen),
+            GROUPS=groups, GROUPS_TILE=triton.next_power_of_2(groups), CHOSEN_GROUPS=chosen_groups, SIGMOID=scores == "sigmoid",
+            BIASED=bias is not None, NORMED=normed, PDL=use_pdl(), num_warps=1 if tile <= 256 else 4, launch_pdl=use_pdl(),
         )  # fmt: skip
     return ids, weights
 

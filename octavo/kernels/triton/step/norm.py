@@ -46,6 +46,7 @@ def add_norm(
     stream,
     eps,
     scale,
+    STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     ADDED: tl.constexpr,
@@ -61,7 +62,7 @@ def add_norm(
     scales = tl.load(weight + column, mask=inside, other=0.0) if BEFORE else column
     of_after = tl.load(after + column, mask=inside, other=0.0) if AFTER else column
     wait(PDL)
-    sums = tl.load(x + at, mask=inside, other=0.0)
+    sums = tl.load(x + tl.program_id(0).to(tl.int64) * STRIDE + column, mask=inside, other=0.0)
     if ADDED:
         sums = added(sums, tl.load(residual + at, mask=inside, other=0.0), of_after, eps, scale, SIZE, AFTER, SCALED)
         tl.store(stream + at, sums, mask=inside)
@@ -70,7 +71,7 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x [T, size] normalised."""
+    """Returns x [T, size] normalised. Rows may be strided, as where others are projected beside them."""
     return _add_norm(x, None, None, weight, eps, 1.0)[0]
 
 
@@ -94,15 +95,19 @@ def norm_add_norm(
 def _add_norm(
     x: Tensor, residual: Tensor | None, after: Tensor | None, weight: Tensor | None, eps: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    assert x.is_contiguous() and (residual is None or (residual.is_contiguous() and x.shape == residual.shape))
+    if residual is None:
+        assert x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
+    else:
+        assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape
     size, stream = x.shape[-1], x if residual is None else torch.empty_like(x)
-    out = stream if weight is None else torch.empty_like(x)
+    out = stream if weight is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         padded = triton.next_power_of_2(size)
         add_norm[(x.numel() // size,)](
             x, x if residual is None else residual, x if after is None else after, x if weight is None else weight, out, stream,
-            eps, scale, SIZE=size, PADDED=padded, ADDED=residual is not None, AFTER=after is not None, SCALED=scale != 1.0,
-            BEFORE=weight is not None, PDL=use_pdl(), num_warps=min(max(padded // 512, 1), 16), launch_pdl=use_pdl(),
+            eps, scale, STRIDE=size if x.is_contiguous() else x.stride(0), SIZE=size, PADDED=padded, ADDED=residual is not None,
+            AFTER=after is not None, SCALED=scale != 1.0, BEFORE=weight is not None, PDL=use_pdl(),
+            num_warps=min(max(padded // 512, 1), 16), launch_pdl=use_pdl(),
         )  # fmt: skip
     return out, stream
 
