@@ -43,9 +43,8 @@ class Shares:
         return self._by_window[window]
 
     def _divided(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
-        if self._invariant:
-            return invariant_shares(*self._rows, k_cache, window)
-        return decode_shares(*self._rows, k_cache, window, self._teams if window is None else None)
+        divide = invariant_shares if self._invariant else decode_shares
+        return divide(*self._rows, k_cache, window, self._teams if window is None else None)
 
 
 class TritonBackend:

@@ -152,8 +152,10 @@ def invariant_attention(
     return out
 
 
-def invariant_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> DecodeShares:
-    shares: DecodeShares = _triton("invariant.attention").invariant_shares(query_start, context_len, k_cache, window)
+def invariant_shares(
+    query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, teams: Teams | None
+) -> DecodeShares:
+    shares: DecodeShares = _triton("invariant.attention").invariant_shares(query_start, context_len, k_cache, window, teams)
     return shares
 
 

@@ -50,6 +50,7 @@ from octavo.kernels.triton.step.elementwise import gate_and_mul, scale_logits, s
 from octavo.kernels.triton.step.norm import add_rms_norm, gated_norm, norm_add_norm
 from octavo.step.logit_edits import HEAD
 from octavo.step.step_tensors import StepStates
+from octavo.step.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -57,10 +58,11 @@ KIB = 1024
 # Of one block of threads, as NVIDIA's programming guide has it: not taken from the rules that are to be proven.
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 121: 99 * KIB}
 SPILLED = {  # what was quickest on an H200 spills a little
-    90: {"prefill": 1024, "prefill_hopper": 640},
+    90: {"prefill": 1024, "prefill_hopper": 640, "invariant_teams": 96},
     100: {"prefill": 672},
-    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56, "invariant_decode": 32},  # those of float32
+    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56},  # those of float32
 }
+SHARED_PIECES = {"invariant_teams": 128, "invariant_decode": 96}  # two states of a tile while pieces are joined; never timed
 RECURRENT = {"within": 2048, "across": 1536}  # nearly all of it in float32, on every target; never timed
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
@@ -70,7 +72,7 @@ BF16 = {"dtype": torch.bfloat16}
 def compile_only(target: int) -> list[str]:
     """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
     run, taken = JITFunction.run, []
-    spills, shared = RECURRENT | SPILLED.get(target, {}), SHARED_MEMORY[target]
+    spills, shared = RECURRENT | SHARED_PIECES | SPILLED.get(target, {}), SHARED_MEMORY[target]
 
     def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as said:
@@ -166,8 +168,10 @@ def compile_invariant_attention(dim: int, dtype: torch.dtype, heads: int, kv_hea
     index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
     q = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
-    shares = invariant_shares(index, index[:4], cache, options.get("window"))
-    invariant_attention(q, cache, cache, tables, index, index[:4], 0.1, torch.empty(q.shape, dtype=dtype), 64, shares, **options)
+    shared = Teams(torch.zeros(4, ENTRY, dtype=torch.int32), torch.zeros(1 + most_teams(4), LINE, dtype=torch.int32))
+    for teams in (None, shared)[: 1 if "window" in options else 2]:
+        shares = invariant_shares(index, index[:4], cache, options.get("window"), teams)
+        invariant_attention(q, cache, cache, tables, index, index[:4], 0.1, torch.empty(q.shape, dtype=dtype), 64, shares, **options)
 
 
 def compile_invariant() -> None:

@@ -9,7 +9,6 @@ order in some of its kernels, and is then faster: it multiplies chunks of rows o
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,34 +17,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.reference.products import multiply
+from octavo.kernels.triton.invariant.tiles import MIN_ROWS, Tiles, tiles_for
 from octavo.kernels.triton.packed.codes import ask_for
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
 from octavo.kernels.triton.target import capability, has_copy_engine, is_roomy
 
 CHUNKS = (2048, 512)  # rows that torch may multiply at once
-MIN_ROWS = 16  # of a tile
-NARROW = 4096  # rows of W: a smaller tile makes enough programs
 ALIGNED = 8  # columns of W, for copies of whole tiles
 AHEAD = tl.constexpr(2048)  # bytes of each row of W that a program prefetches while the previous kernel still runs
 SHARED_ROWS = tl.constexpr(8)  # tiles of rows that are next to each other, so that they find W in the L2 cache
-
-
-class Tiles(NamedTuple):
-    rows: int
-    columns: int
-    step: int
-    warps: int
-    stages: int
-
-
-def tiles_for(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(16 if rows <= 16 else 32, 32, 32, 4, 2)
-    if not is_roomy(capability()):
-        return Tiles(min(max(triton.next_power_of_2(rows), 16), 64), 64, 64, 4, 3)
-    if rows <= 128:
-        return Tiles(MIN_ROWS, 64, 256, 4, 4) if rows <= MIN_ROWS else Tiles(64, 64, 128, 4, 4)
-    return Tiles(128, 64, 64, 4, 5) if wide <= NARROW else Tiles(128, 128, 64, 8, 4)
 
 
 @triton.jit
