@@ -53,7 +53,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Returns the attention of each token [T, heads * head_dim]. The caller applies `output`."""
-        projected = self.qkv(x)
+        return self.attend(self.qkv(x), cache, batch)
+
+    def attend(self, projected: Tensor, cache: Cache, batch: ForwardBatch) -> Tensor:
+        """Like `forward`, for q, k and v, and the gate if there is one."""
         qkv, gate = projected.split(self.widths, dim=1) if self.output_gate else (projected, None)
         q = self.backend.write(qkv, self.norms, self.rope, cache, batch)
         mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format), self.sinks, self.slopes)

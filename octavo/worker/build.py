@@ -31,6 +31,7 @@ from octavo.loading.views import reordered, taken_apart, under_rules, unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
+from octavo.models.dense import DenseLayer
 from octavo.models.registry import build_model, family_of
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.quant.schemes import Packed, make_invariant
@@ -172,6 +173,8 @@ def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: Stored
         for module in model.modules():
             if isinstance(module, DeltaNet):
                 module.recur = invariant_delta_net
+            elif isinstance(module, DenseLayer):
+                module.make_invariant()
     return model
 
 

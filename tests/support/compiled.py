@@ -37,7 +37,9 @@ from octavo.kernels.triton.delta_net.launch import delta_net, invariant_delta_ne
 from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invariant_fp8_linear, rule
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
-from octavo.kernels.triton.invariant.products import invariant_linear
+from octavo.kernels.triton.invariant.fused import invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
+from octavo.kernels.triton.invariant.norms import invariant_add_norm
+from octavo.kernels.triton.invariant.products import invariant_gate_up, invariant_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
 from octavo.kernels.triton.packed.products import invariant_packed_linear, packed_gate_up, packed_linear, unpack
@@ -178,7 +180,12 @@ def compile_invariant() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 64, 300):
             invariant_linear(torch.empty(rows, SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), torch.empty(6144, dtype=dtype))
+            invariant_gate_up(torch.empty(min(rows, 256), SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), "swiglu")
         compile_invariant_attention(DIM, dtype, HEADS)
+        for rows, size in ((1, 1024), (4, 4096), (4, 2880)):
+            x, scales, weight = (torch.empty(*shape, dtype=dtype) for shape in ((rows, size), (size,), (2048, size)))
+            invariant_add_norm(x, x, scales, 1e-6), invariant_norm_linear(x, x, scales, 1e-6, weight, weight[:, 0].clone())
+            invariant_norm_router(x, x, scales, 1e-6, weight), invariant_norm_gate_up(x, x, scales, 1e-6, weight, "swiglu")
     invariant_linear(torch.empty(300, 1000, **BF16), torch.empty(1024, 1000, **BF16))
     compile_invariant_attention(64, torch.float16, 64, window=128, sinks=torch.ones(64))
     compile_invariant_attention(256, torch.bfloat16, 8, 4, window=1024)

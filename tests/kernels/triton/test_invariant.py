@@ -12,10 +12,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from octavo.kernels.gates import Gate
 from octavo.kernels.reference import attention as plain_attention
+from octavo.kernels.triton.gemv.tiles import FUSED_ROWS
 from octavo.kernels.triton.invariant import attention
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
-from octavo.kernels.triton.invariant.products import Tiles, by_tiles, invariant_linear
+from octavo.kernels.triton.invariant.fused import invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
+from octavo.kernels.triton.invariant.norms import invariant_add_norm
+from octavo.kernels.triton.invariant.products import by_tiles, invariant_gate_up, invariant_linear
+from octavo.kernels.triton.invariant.tiles import Tiles
+from octavo.kernels.triton.step.elementwise import gate_and_mul
+from octavo.kernels.triton.step.norm import add_rms_norm
 from octavo.step.share_words import DEPTH, IN_ALL
 from octavo.step.shared_keys import SharedKeys
 from octavo.step.team_words import Teams, most_teams, team_words
@@ -90,6 +97,46 @@ def test_no_tile_changes_a_bit(dtype: torch.dtype, device: str) -> None:
         hows = [how._replace(rows=min(how.rows, 32), columns=min(how.columns, 32), step=min(how.step, 32)) for how in hows]
     first, *others = [by_tiles(x, weight, None, torch.full((48, wide), torch.nan, dtype=dtype, device=device), how) for how in hows]
     assert all(torch.equal(first, other) for other in others)
+
+
+# -- products with the operations around them
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", ["swiglu", *rarely("clamped")])
+def test_a_gate_in_a_product_changes_no_bit(gate: Gate, dtype: torch.dtype, device: str) -> None:
+    on_gpu = device == "cuda"
+    size, wide, sizes = (1024, 3072, (1, 4, 16, 17, 64, 65, 200, 256, 300)) if on_gpu else (72, 40, (1, 17, 70))
+    generator = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(count, size, generator=generator).to(device, dtype) for count in (sizes[-1], 2 * wide))
+    apart = gate_and_mul(invariant_linear(x, weight), gate)
+    for rows in sizes:
+        assert torch.equal(invariant_gate_up(x[:rows].clone(), weight, gate), apart[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [72, 1024, 2880])
+def test_a_norm_in_a_product_changes_no_bit(size: int, dtype: torch.dtype, device: str) -> None:
+    wide = 2048 if device == "cuda" else 24
+    size = size if device == "cuda" else min(size, 136)
+    generator = torch.Generator().manual_seed(size)
+    shapes = (FUSED_ROWS, size), (FUSED_ROWS, size), (size,), (2 * wide, size), (2 * wide,)
+    x, residual, scales, weight, bias = (torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes)
+    normed, stream = invariant_add_norm(x, residual, scales, 1e-6)
+    expected = add_rms_norm(x, residual, scales, 1e-6)
+    assert torch.equal(stream, expected[1]) and (normed.float() - expected[0].float()).norm() < 1e-2 * expected[0].float().norm()
+    hows = [None, Tiles(16, 16, 32, 2, 2), Tiles(16, 32, 64 if dtype != torch.float32 else 32, 4, 3)]
+    for rows in range(1, FUSED_ROWS + 1):
+        given = x[:rows].clone(), residual[:rows].clone(), scales, 1e-6, weight
+        apart = invariant_linear(normed[:rows].contiguous(), weight, bias)
+        gated = gate_and_mul(invariant_linear(normed[:rows].contiguous(), weight), "swiglu")
+        for how in hows:
+            for got, exact in (
+                (invariant_norm_linear(*given, bias, how), (apart, stream[:rows])),
+                (invariant_norm_router(*given, bias, how), (apart, normed[:rows], stream[:rows])),
+                (invariant_norm_gate_up(*given, "swiglu", how), (gated, stream[:rows])),
+            ):
+                assert all(torch.equal(one, other) for one, other in zip(got, exact, strict=True)), (rows, how)
 
 
 class Rows(Caches):

@@ -11,6 +11,7 @@ from octavo.kernels.triton.target import capability, is_roomy
 
 MIN_ROWS = 16  # of a tile
 NARROW = 4096  # rows of W: a smaller tile makes enough programs
+GATED_ROWS = 256  # whose gate is fused into a product
 
 
 class Tiles(NamedTuple):
@@ -39,6 +40,26 @@ def tiles_for(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
     if rows <= 128:
         return Tiles(MIN_ROWS, 64, 256, 4, 4) if rows <= MIN_ROWS else Tiles(64, 64, 128, 4, 4)
     return Tiles(128, 64, 64, 4, 5) if wide <= NARROW else Tiles(128, 128, 64, 8, 4)
+
+
+def gated_tiles(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
+    """For at most `GATED_ROWS` rows. A program has two tiles of W, of gate and of up. `wide`: numbers of a result"""
+    if dtype == torch.float32:
+        return Tiles(16 if rows <= 16 else 32, 16, 32, 4, 2)
+    if not is_roomy(capability()):
+        return Tiles(16 if rows <= MIN_ROWS else 32 if rows <= 32 else 64, 32, 64, 4, 3)
+    if rows <= MIN_ROWS:
+        return Tiles(MIN_ROWS, 32, 256, 4, 3)
+    return Tiles(64, 64, 64, 4, 4) if rows <= 64 else Tiles(128, 64, 64, 8, 4)
+
+
+def fused_tiles(wide: int, size: int, dtype: torch.dtype, gated: bool) -> Tiles:
+    """For at most `FUSED_ROWS` rows (`gemv/tiles.py`). `wide`: numbers of a result"""
+    if dtype == torch.float32:
+        return Tiles(MIN_ROWS, 32, 32, 4, 2)
+    if not is_roomy(capability()):
+        return Tiles(MIN_ROWS, 32, 64, 4, 3)
+    return Tiles(MIN_ROWS, 32 if gated or wide <= NARROW else 64, 256, 4, 3 if gated else 4)
 
 
 def keys_of(dtype: torch.dtype, head_dim: int) -> int:
