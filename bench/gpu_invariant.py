@@ -11,13 +11,15 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.reference.dequant import FP4_TABLE
 from octavo.kernels.reference.products import multiply
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.gemv import products as few
@@ -28,12 +30,16 @@ from octavo.kernels.triton.invariant.tiles import (
     Reading,
     Tiles,
     decode_reading,
+    direct_code_tiles,
+    direct_tiles,
     fused_tiles,
     gated_tiles,
     prefill_reading,
     team_reading,
     tiles_for,
 )
+from octavo.kernels.triton.moe import direct
+from octavo.kernels.triton.moe.products import FEW_TOKENS, mixture
 from octavo.kernels.triton.step.elementwise import silu_and_mul
 from octavo.kernels.triton.step.norm import add_rms_norm
 from octavo.step.shared_keys import SharedKeys
@@ -65,6 +71,7 @@ PRODUCTS = [
     Product("30B-A3B", "o", 2048, 4096), Product("30B-A3B", "router", 128, 2048, "normed"), Product("gpt-oss", "qkv", 5120, 2880, "normed"),
     Product("gpt-oss", "o", 2880, 4096), Product("gpt-oss", "router", 32, 2880, "normed"), Product("0.6B", "head", 151936, 1024),
 ]  # fmt: skip
+EXPERTS = {"30B-A3B": (128, 8, 2048, 768, False), "gpt-oss": (32, 4, 2880, 2880, True)}  # number, chosen, hidden, inner, codes
 HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128), "gpt-oss": (64, 8, 64)}
 ROWS = (1, 4, 16, 64, 256)
 
@@ -218,6 +225,40 @@ def fused_apart(x: Tensor, residual: Tensor, scales: Tensor) -> tuple[Tensor, Te
     return invariant_add_norm(x, residual, scales, 1e-6)
 
 
+# -- experts
+
+
+def expert_case(report: Report, model: str, tokens: int) -> None:
+    count, chosen, hidden, inner, coded = EXPERTS[model] if ON_GPU else (4, 2, 64, 32, False)
+    shapes = (count * 2 * inner, hidden), (count * hidden, inner)
+    stacks: list[Any] = [random(*shape, scale=shape[1] ** -0.5) for shape in shapes] if not coded else []
+    for shape in shapes if coded else ():
+        codes = zero_codes(*shape, 4, 32, DEVICE)
+        codes.words.random_(-(2**15), 2**15)
+        scales = torch.randn(*codes.scales.shape, 2, device=DEVICE).half().mul_(0.01).view(torch.int32).squeeze(-1)
+        stacks.append(replace(codes, scales=scales, table=FP4_TABLE.to(DEVICE), floats=True))
+    x = random(tokens, hidden)
+    ids = [torch.stack([torch.randperm(count, device=DEVICE)[:chosen] for _ in range(tokens)]) for _ in range(8 if ON_GPU else 1)]
+    weights = torch.rand(tokens, chosen, device=DEVICE)
+    attribute, default = ("direct_code_tiles", direct_code_tiles(DTYPE)) if coded else ("direct_tiles", direct_tiles(DTYPE, True))
+    few_ones = itertools.starmap(Tiles, itertools.product((16,), (16, 32, 64), (64, 128, 256), (2, 4), (3, 4, 6)))
+    choices = [Tiles(16, 64, 0, 4, stages) for stages in (2, 3, 4, 5)] if coded else list(few_ones)
+    kept = getattr(direct, attribute)
+
+    def runs(how: Tiles) -> list[Run]:
+        def run(chosen_ones: Tensor) -> Tensor:
+            setattr(direct, attribute, lambda *_: how)
+            try:
+                return mixture(x, chosen_ones, weights, *stacks, in_order=True)
+            finally:
+                setattr(direct, attribute, kept)
+
+        return [lambda one=one: run(one) for one in ids]
+
+    ordinary: list[Run] = [lambda one=one: mixture(x, one, weights, *stacks) for one in ids]
+    report.case(f"{model} experts {tokens}", default, choices if tokens <= FEW_TOKENS else [], runs, ordinary)
+
+
 # -- attention
 
 
@@ -272,6 +313,7 @@ def attention_case(report: Report, kind: str, context: Context) -> None:
         place, attribute, used, choices = attention, "decode_reading", decode_reading(), decode_choices()
     elif kind == "prefill":
         place, attribute, used, choices = attention, "prefill_reading", prefill_reading(DTYPE, context.dim), wide_choices(64, 128)
+        choices += [choice._replace(split=True) for choice in choices]
     else:
         place, attribute, used, choices = teams, "team_reading", team_reading(DTYPE, 64), wide_choices(64)
     kept = getattr(place, attribute)
@@ -311,7 +353,7 @@ def contexts(rows: set[int]) -> Iterator[tuple[str, Context]]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--only", default="", help="names of products, models, or decode, shared, prefill")
+    parser.add_argument("--only", default="", help="names of products, models, or experts, decode, shared, prefill")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--tries", type=int, help="choices of a case")
     parser.add_argument("--tiny", action="store_true")
@@ -325,6 +367,11 @@ def main() -> int:
         for one in listed:
             if not report.over and (not wanted or wanted & {one.name, one.model}):
                 product_case(report, one, count)
+            torch.cuda.empty_cache()
+        for model in EXPERTS:
+            if not report.over and (not wanted or wanted & {"experts", model}):
+                expert_case(report, model, count)
+            torch.cuda.empty_cache()
         if count == rows[0]:
             for kind, context in contexts(set(rows)):
                 if not report.over and (not wanted or wanted & {kind, context.model}):

@@ -167,7 +167,7 @@ def invariant_fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = Non
 
 def invariant_mixture(x: Tensor, *given: Any) -> Tensor:
     """Takes the arguments of `mixture`."""
-    out: Tensor = _triton("moe.products").mixture(x, *given, few=False)
+    out: Tensor = _triton("moe.products").mixture(x, *given, in_order=True)
     return out
 
 

@@ -60,7 +60,7 @@ KIB = 1024
 # Of one block of threads, as NVIDIA's programming guide has it: not taken from the rules that are to be proven.
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 121: 99 * KIB}
 SPILLED = {  # what was quickest on an H200 spills a little
-    90: {"prefill": 1024, "prefill_hopper": 640, "invariant_teams": 96},
+    90: {"prefill": 1024, "prefill_hopper": 640, "invariant_teams": 192},
     100: {"prefill": 672},
     121: {"prefill": 80, "nearest": 64, "draw_fallback": 56},  # those of float32
 }
@@ -128,7 +128,7 @@ def compile_heads(heads: int, kv_heads: int, dim: int, rotated: int, **options: 
 
 def compile_mixture(
     tokens: int, hidden: int, inner: int, chosen: int, group: int = 0, table: bool = False, gate: Gate = "swiglu",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, in_order: bool = False,
 ) -> None:  # fmt: skip
     """Of 16 experts, as floats, or as codes of 4 bits if there is a group; gates of clamped numbers come with biases."""
     count, x = 16, torch.empty(tokens, hidden, dtype=dtype)
@@ -140,7 +140,7 @@ def compile_mixture(
         stacks = [torch.empty(shape, dtype=dtype) for shape in shapes]
     biases = (torch.empty(shapes[0][0], dtype=dtype), torch.empty(shapes[1][0], dtype=dtype)) if gate == "clamped" else None
     ids, weights = choose_experts(torch.empty(tokens, count, dtype=dtype), chosen, "all", True)
-    mixture(x, ids, weights, *stacks, biases, gate)
+    mixture(x, ids, weights, *stacks, biases, gate, in_order=in_order)
 
 
 def compile_mixtures() -> None:
@@ -186,6 +186,9 @@ def compile_invariant() -> None:
             x, scales, weight = (torch.empty(*shape, dtype=dtype) for shape in ((rows, size), (size,), (2048, size)))
             invariant_add_norm(x, x, scales, 1e-6), invariant_norm_linear(x, x, scales, 1e-6, weight, weight[:, 0].clone())
             invariant_norm_router(x, x, scales, 1e-6, weight), invariant_norm_gate_up(x, x, scales, 1e-6, weight, "swiglu")
+        for tokens in (1, 64, 2048):
+            compile_mixture(tokens, 2048, 768, 8, dtype=dtype, in_order=True)
+            compile_mixture(tokens, 2880, 2880, 4, group=32, table=True, gate="clamped", dtype=dtype, in_order=True)
     invariant_linear(torch.empty(300, 1000, **BF16), torch.empty(1024, 1000, **BF16))
     compile_invariant_attention(64, torch.float16, 64, window=128, sinks=torch.ones(64))
     compile_invariant_attention(256, torch.bfloat16, 8, 4, window=1024)

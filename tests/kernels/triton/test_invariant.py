@@ -197,6 +197,8 @@ def test_a_query_does_not_depend_on_chunks_rows_or_the_division_of_the_work(
     for cut in (1, CHUNK - 1) if device == "cpu" else (1, 7, 16, 24, CHUNK - 1):  # the first row in two chunks
         assert torch.equal(rows.of([(cut, mix[0][1] - CHUNK + cut), *mix[1:]], **given)[:cut], whole[:cut]), f"a chunk of {cut}"
         assert torch.equal(rows.of([(CHUNK - cut, mix[0][1]), *mix[1:]], **given), whole[cut:]), f"a chunk after {cut}"
+    how = attention.prefill_reading(dtype, rows.q.shape[2])
+    monkeypatch.setattr(attention, "prefill_reading", lambda *_: how._replace(split=not how.split))
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 0)  # too few for pieces: programs read whole rows
     assert torch.equal(rows.of(**given), whole), "pieces were joined in another way"
 

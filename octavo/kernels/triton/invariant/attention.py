@@ -65,6 +65,7 @@ def invariant_prefill(
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -92,7 +93,7 @@ def invariant_prefill(
     largest, total, mixed = read_pieces(
         queries, end - count + query, k_cache, v_cache, tables + row.to(tl.int64) * table_width, kv_head, low,
         tl.minimum(first + TOKENS, end), window, slope, largest, total, mixed, scale, unit, cap, region_size,
-        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, PIECE, TILE, STAGES,
+        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, SPLIT, PIECE, TILE, STAGES,
     )  # fmt: skip
     answer(total, mixed, out, at * HEADS + head, present, DIM, DIM_TILE)
 
@@ -163,13 +164,13 @@ def invariant_decode(
         largest, total, mixed = read_pieces(
             queries, query_position, k_cache, v_cache, table, kv_head, low, high, window, slope, largest, total, mixed,
             scale, unit, cap, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, PIECE, TILE, STAGES,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, False, PIECE, TILE, STAGES,
         )  # fmt: skip
         answer(total, mixed, out, line, present, DIM, DIM_TILE)
     else:
         piece_largest, piece_total, piece_mixed = read_piece(
             queries, query_position, k_cache, v_cache, table, kv_head, low, high, window, slope, scale, unit, cap, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, TILE, STAGES,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, True, TILE, STAGES,
         )  # fmt: skip
         put_state(left, left_state, share.to(tl.int64) * GROUP + member, present, piece_largest, piece_total, piece_mixed, DIM, DIM_TILE)
         tl.debug_barrier()  # all threads must have stored their results before one signals
@@ -229,7 +230,7 @@ def invariant_attention(
         lines = max(how.queries, triton.next_power_of_2(heads // kv_heads))
         invariant_prefill[(len(q) // (lines * kv_heads // heads) + len(context_len), kv_heads)](
             q, k_cache, v_cache, tables, query_start, context_len, out, sinks, slopes, *numbers, len(context_len), **shared, LINES=lines,
-            STAGES=how.stages, num_warps=how.warps,
+            SPLIT=how.split, STAGES=how.stages, num_warps=how.warps,
         )  # fmt: skip
     levels: tuple[Tensor | None, Tensor | None] = (None, None)
     if shares.teams is not None:

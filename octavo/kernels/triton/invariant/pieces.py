@@ -42,10 +42,14 @@ def read_piece(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
+    MASKED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """(largest score, sum of weights, weighted values) over the keys of a piece that each query [N] sees"""
+    """(largest score, sum of weights, weighted values) over the keys of a piece that each query [N] sees. Not MASKED: all, of a whole piece
+
+    A mask that hides nothing changes no bit.
+    """
     N: tl.constexpr = queries.shape[0]
     kind: tl.constexpr = v_cache.dtype.element_ty
     ones = tl.full([TILE, ONES], 1.0, tl.float32).to(kind)
@@ -56,13 +60,15 @@ def read_piece(
         position = start + tl.arange(0, TILE)
         inside = position < high
         of_keys = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
-        keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, True)
+        keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, MASKED)
         behind = position[None, :] - query_position[:, None]
-        visible = behind <= 0
-        if WINDOWED:
-            visible &= behind > -window
-        scores = tl.where(visible, score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED), HIDDEN)
-        values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, True)
+        scores = score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED)
+        if MASKED:
+            visible = behind <= 0
+            if WINDOWED:
+                visible &= behind > -window
+            scores = tl.where(visible, scores, HIDDEN)
+        values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, MASKED)
         now = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(tl.fma(scores, unit, -(now * unit)[:, None])).to(kind)
         fade = tl.exp2((largest - now) * unit)[:, None]
@@ -100,16 +106,27 @@ def read_pieces(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Joins the pieces from `low`, where one begins, to `high`."""
-    for piece in range(low, high, PIECE):
+    """Joins the pieces from `low`, where one begins, to `high`. SPLIT: pieces that every query sees whole are read without masks."""
+    masked = low
+    if SPLIT and not WINDOWED:
+        seen = tl.minimum(tl.min(query_position) + 1, high)
+        masked = tl.maximum(low, seen // PIECE * PIECE)
+        for piece in range(low, masked, PIECE):
+            piece_largest, piece_total, piece_mixed = read_piece(
+                queries, query_position, k_cache, v_cache, table, kv_head, piece, piece + PIECE, window, slope, scale, unit, cap,
+                region_size, KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, False, TILE, STAGES,
+            )  # fmt: skip
+            largest, total, mixed = join(largest, total, mixed, piece_largest, piece_total, piece_mixed, unit)
+    for piece in range(masked, high, PIECE):
         piece_largest, piece_total, piece_mixed = read_piece(
             queries, query_position, k_cache, v_cache, table, kv_head, piece, tl.minimum(piece + PIECE, high), window, slope,
             scale, unit, cap, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, TILE, STAGES,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, True, TILE, STAGES,
         )  # fmt: skip
         largest, total, mixed = join(largest, total, mixed, piece_largest, piece_total, piece_mixed, unit)
     return largest, total, mixed

@@ -83,7 +83,7 @@ def invariant_teams(
         largest, total, mixed = read_pieces(
             queries, query_position, k_cache, v_cache, table, kv_head, low, high, 0, slope, largest, total, mixed,
             scale, unit, cap, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, False, CAPPED, SLOPED, PIECE, TILE, STAGES,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, False, CAPPED, SLOPED, False, PIECE, TILE, STAGES,
         )  # fmt: skip
         place = (entry.to(tl.int64) * most_levels + level) * HEADS + head
         put_state(levels, levels_state, place, present, largest, total, mixed, DIM, DIM_TILE)

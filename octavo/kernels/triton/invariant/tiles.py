@@ -30,6 +30,7 @@ class Reading(NamedTuple):
     warps: int
     stages: int  # of the pipeline, which also waits for the table
     queries: int = MIN_ROWS  # in a tile; each head of a group counts as one
+    split: bool = False  # prefill: pieces that every query sees are read without masks, which needs registers
 
 
 def tiles_for(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
@@ -60,6 +61,22 @@ def fused_tiles(wide: int, size: int, dtype: torch.dtype, gated: bool) -> Tiles:
     if not is_roomy(capability()):
         return Tiles(MIN_ROWS, 32, 64, 4, 3)
     return Tiles(MIN_ROWS, 32 if gated or wide <= NARROW else 64, 256, 4, 3 if gated else 4)
+
+
+def direct_tiles(dtype: torch.dtype, gated: bool) -> Tiles:
+    """Of experts of few tokens, as floats."""
+    if dtype == torch.float32:
+        return Tiles(MIN_ROWS, 32, 32, 4, 2)
+    if not is_roomy(capability()):
+        return Tiles(MIN_ROWS, 32, 64, 4, 3)
+    return Tiles(MIN_ROWS, 32, 128, 4, 4 if gated else 5)
+
+
+def direct_code_tiles(dtype: torch.dtype) -> Tiles:
+    """Of experts of few tokens, as codes; a step is a block. Fewer columns would have another order of products on Hopper."""
+    if dtype == torch.float32:
+        return Tiles(MIN_ROWS, 32, 0, 4, 2)
+    return Tiles(MIN_ROWS, 64, 0, 4, 3) if is_roomy(capability()) else Tiles(MIN_ROWS, 64, 0, 8, 2)
 
 
 def keys_of(dtype: torch.dtype, head_dim: int) -> int:

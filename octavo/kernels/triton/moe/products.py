@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.gates import Gate
 from octavo.kernels.kernel_shapes import ExpertShape
+from octavo.kernels.triton.moe.direct import direct_down, direct_gate_up
 from octavo.kernels.triton.moe.grouped import grouped_rows, grouped_tiles, many_down, many_gate_up, packed_grouped_tiles
 from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, sort_by_expert
 from octavo.kernels.triton.moe.small_batch import few_down, few_gate_up, row_tiles
@@ -35,6 +36,7 @@ def mixture(
     activation: Gate = "swiglu",
     first: int = 0,  # the number of the first expert in the stacks; experts that they do not contain add nothing
     few: bool | None = None,  # whether each token reads its experts separately; by default for small batches
+    in_order: bool = False,  # with `deterministic`: a token's bits do not depend on the others
 ) -> Tensor:
     """[T, hidden]"""
     count = len(down) // x.shape[1]
@@ -44,12 +46,15 @@ def mixture(
         return torch.empty_like(x)
     choices = Choices(ids, weights, count, first)
     of_gate_up, of_down = biases or (None, None)
-    if few if few is not None else few_tokens(len(x)) and fit_a_program(choices, gate_up, down):
+    if in_order and few_tokens(len(x)):
+        return direct_down(direct_gate_up(x, choices, gate_up, of_gate_up, activation), choices, down, of_down, x.shape[1])
+    alone = few_tokens(len(x)) and fit_a_program(choices, gate_up, down) if few is None else few
+    if alone and not in_order:
         gated = few_gate_up(x, choices, gate_up, of_gate_up, activation)
         return few_down(gated, choices, down, of_down, x.shape[1])
     lined_up = sort_by_expert(ids, count, first, tile_rows(choices, x.dtype, gate_up, down))
-    gated = many_gate_up(x, choices, lined_up, gate_up, of_gate_up, activation)
-    return many_down(gated, choices, lined_up, down, of_down, x.shape[1])
+    gated = many_gate_up(x, choices, lined_up, gate_up, of_gate_up, activation, in_order)
+    return many_down(gated, choices, lined_up, down, of_down, x.shape[1], in_order)
 
 
 def fit_a_program(choices: Choices, gate_up: Stack, down: Stack) -> bool:
