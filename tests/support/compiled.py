@@ -180,6 +180,8 @@ def compile_invariant() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 64, 300):
             invariant_linear(torch.empty(rows, SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), torch.empty(6144, dtype=dtype))
+            for wide in (1024, 4096):
+                invariant_linear(torch.empty(rows, SIZE, dtype=dtype), torch.empty(wide, SIZE, dtype=dtype))
             invariant_gate_up(torch.empty(min(rows, 256), SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), "swiglu")
         compile_invariant_attention(DIM, dtype, HEADS)
         for rows, size in ((1, 1024), (4, 4096), (4, 2880)):

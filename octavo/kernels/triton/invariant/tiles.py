@@ -38,8 +38,12 @@ def tiles_for(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
         return Tiles(16 if rows <= 16 else 32, 32, 32, 4, 2)
     if not is_roomy(capability()):
         return Tiles(16 if rows <= MIN_ROWS else 32 if rows <= 32 else 64, 64, 64, 4, 3)
+    if rows <= MIN_ROWS:  # narrow matrices need small tiles to be read by many multiprocessors at once
+        if wide <= NARROW // 2:
+            return Tiles(MIN_ROWS, 16, 256, 2, 6)
+        return Tiles(MIN_ROWS, 32, 256, 4, 5) if wide <= NARROW else Tiles(MIN_ROWS, 64, 256, 4, 4)
     if rows <= 128:
-        return Tiles(MIN_ROWS, 64, 256, 4, 4) if rows <= MIN_ROWS else Tiles(64, 64, 128, 4, 4)
+        return Tiles(64, 64, 128, 4, 4)
     return Tiles(128, 64, 64, 4, 5) if wide <= NARROW else Tiles(128, 128, 64, 8, 4)
 
 
