@@ -27,4 +27,6 @@ SHARE_LINE = 16
 TEAM_ENTRY, TEAM_LINE = 2, 128  # of a scheduled row, and of a group: there are at most as many groups as rows
 TEAM_LEVELS = 8  # results of groups, per row
 
+INVARIANT_PIECE = 256  # keys with a softmax of their own in the attention of `--deterministic`
+
 SCORES = 1 << 20  # that the reference kernels compute at once, where they materialise scores

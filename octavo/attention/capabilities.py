@@ -90,10 +90,8 @@ TRITON_REGIONS = Capabilities(
     paged=False,
     in_teams=True,
 )
-INVARIANT = replace(TRITON, implementation="octavo.attention.triton:InvariantBackend", in_teams=False, deterministic=True)
-INVARIANT_REGIONS = replace(
-    TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", in_teams=False, deterministic=True
-)
+INVARIANT = replace(TRITON, implementation="octavo.attention.triton:InvariantBackend", deterministic=True)
+INVARIANT_REGIONS = replace(TRITON_REGIONS, implementation="octavo.attention.triton:InvariantRegions", deterministic=True)
 FLASHINFER = Capabilities(
     name="flashinfer",
     implementation="octavo.attention.flashinfer:FlashInferBackend",

@@ -56,9 +56,8 @@ class Shares:
         return self._of_latents[heads]
 
     def _divided(self, window: int | None, k_cache: Tensor) -> DecodeShares | None:
-        if self.invariant:
-            return invariant_shares(*self._rows, k_cache, window)
-        return decode_shares(*self._rows, k_cache, window, self._teams if window is None else None)
+        divide = invariant_shares if self.invariant else decode_shares
+        return divide(*self._rows, k_cache, window, self._teams if window is None else None)
 
 
 class TritonBackend:

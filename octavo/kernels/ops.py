@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.fp8_matrix import Fp8Matrix
+from octavo.kernels.gates import Gate
 from octavo.kernels.reference import attention, fp8, latent, layer, rows, sampling
 from octavo.kernels.reference import delta_net as delta
 from octavo.kernels.reference import partial_attention as partial
@@ -120,6 +121,42 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out:
     return product
 
 
+def invariant_gate_up(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
+    """Returns the gated values [rows, out features / 2]; the weight has rows of gate over rows of up."""
+    out: Tensor = _triton("invariant.products").invariant_gate_up(x, weight, gate)
+    return out
+
+
+def invariant_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Like `add_rms_norm`."""
+    out, stream = _triton("invariant.norms").invariant_add_norm(x, residual, weight, eps)
+    return out, stream
+
+
+def invariant_norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the bits of `invariant_add_norm` and `invariant_linear`: the product and the new residual. For few rows, like the next two"""
+    out, stream = _triton("invariant.fused").invariant_norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return out, stream
+
+
+def invariant_norm_router(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the logits, the normed rows and the new residual."""
+    out, normed, stream = _triton("invariant.fused").invariant_norm_router(x, residual, norm_weight, eps, weight, bias)
+    return out, normed, stream
+
+
+def invariant_norm_gate_up(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, gate: Gate
+) -> tuple[Tensor, Tensor]:
+    """Returns the gated values and the new residual."""
+    out, stream = _triton("invariant.fused").invariant_norm_gate_up(x, residual, norm_weight, eps, weight, gate)
+    return out, stream
+
+
 def invariant_packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     product: Tensor = _triton("packed.products").invariant_packed_linear(x, weight, bias, out)
     return product
@@ -132,7 +169,7 @@ def invariant_fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None = Non
 
 def invariant_mixture(x: Tensor, *given: Any) -> Tensor:
     """Takes the arguments of `mixture`."""
-    out: Tensor = _triton("moe.products").mixture(x, *given, few=False)
+    out: Tensor = _triton("moe.products").mixture(x, *given, in_order=True)
     return out
 
 
@@ -154,8 +191,10 @@ def invariant_attention(
     return out
 
 
-def invariant_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> DecodeShares:
-    shares: DecodeShares = _triton("invariant.attention").invariant_shares(query_start, context_len, k_cache, window)
+def invariant_shares(
+    query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, teams: Teams | None
+) -> DecodeShares:
+    shares: DecodeShares = _triton("invariant.attention").invariant_shares(query_start, context_len, k_cache, window, teams)
     return shares
 
 

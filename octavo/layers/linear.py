@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.comm.comm import Comm
-from octavo.kernels.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale_logits
+from octavo.kernels.ops import add_layer_norm, add_rms_norm, invariant_add_norm, layer_norm, rms_norm, scale_logits
 from octavo.quant.schemes import QuantScheme, empty_parameter
 
 
@@ -102,10 +102,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
+        self.invariant = False  # on a GPU: sums have the order of those in fused products
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Adds x, the result of the last sub-layer, to the residual stream. Returns the normed sum and the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return (invariant_add_norm if self.invariant else add_rms_norm)(x, residual, self.weight, self.eps)
 
     def alone(self, x: Tensor) -> Tensor:
         """Returns x normed, without the stream: the output of a sub-layer before it is added."""

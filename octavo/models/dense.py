@@ -20,6 +20,9 @@ from octavo.kernels.gates import Gate
 from octavo.kernels.ops import (
     few_linear,
     gate_and_mul,
+    invariant_norm_gate_up,
+    invariant_norm_linear,
+    invariant_norm_router,
     merge_linear,
     merge_parts,
     norm_add_norm,
@@ -28,7 +31,7 @@ from octavo.kernels.ops import (
     norm_router,
     packed_gate_up,
 )
-from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, MAX_HELD  # only rules: this module does not import triton
+from octavo.kernels.triton.gemv.tiles import FP8_GEMV_ROWS, FUSED_ROWS, MAX_HELD  # only rules: this module does not import triton
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.delta_net import DeltaNet
 from octavo.layers.latent_attention import LatentAttention
@@ -65,6 +68,7 @@ class DenseLayer(nn.Module):
         self.small_batch: SmallBatch | None = None
         if not isinstance(mixer, LatentAttention):
             self.small_batch = SmallBatch(layer, mixer, self.mlp, norms, shape.residual_scale, few)
+        self.in_order: InOrder | None = None
 
     @property
     def mixer(self) -> Mixer:
@@ -73,6 +77,8 @@ class DenseLayer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if self.small_batch is not None and batch.max_query == 1 and len(x) <= self.small_batch.rows:
             return self.small_batch(x, residual, batch)
+        if self.in_order is not None and len(x) <= FUSED_ROWS:
+            return self.in_order(x, residual, batch)
         x, residual = joined(x, residual, self.attention_norm)
         x = self.mixer(x, batch.caches[self.layer], batch)  # names are reused, so that earlier tensors are freed before the MLP runs
         x, residual = self._between(self.mixer.output(x), residual)
@@ -85,6 +91,16 @@ class DenseLayer(nn.Module):
         x, residual = mixed.index_select(0, batch.sample_index), residual.index_select(0, batch.sample_index)
         x, residual = self._between(self.mixer.output(x), residual)
         return self._added(self.mlp(x), self.mlp_after_norm), residual, mixed
+
+    def make_invariant(self) -> None:
+        """Fuses the norms into the products of few rows, with the bits of other steps. Their schemes must be invariant."""
+        norms = self.attention_norm, self.mlp_norm
+        for norm in norms:
+            if isinstance(norm, RMSNorm):
+                norm.invariant = True
+        plain = self.attention_after_norm is None and self.mlp_after_norm is None and self.residual_scale == 1
+        if plain and isinstance(self.attention, Attention) and all(isinstance(norm, RMSNorm) for norm in norms):
+            self.in_order = InOrder(self.layer, self.attention, self.mlp, *cast(tuple[RMSNorm, RMSNorm], norms))
 
     def _between(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the result of the mixer to the stream. Returns the input of the MLP, and the stream."""
@@ -251,6 +267,40 @@ class SmallBatch:
     def _added(self, x: Tensor) -> Tensor:
         x = x if self._mlp_after_norm is None else self._mlp_after_norm.alone(x)
         return x if self._scale == 1 else x * self._scale
+
+
+class InOrder:
+    """A layer for few tokens with `deterministic`: norms, and the gate, are fused into the products that follow or precede them.
+
+    Every bit is that of the layer's modules, so the number of tokens may decide.
+    """
+
+    def __init__(self, layer: int, attention: Attention, mlp: MLP | Mixture, norm: RMSNorm, mlp_norm: RMSNorm) -> None:
+        self._layer, self._attention, self._mlp, self._norm, self._mlp_norm = layer, attention, mlp, norm, mlp_norm
+
+    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        attention, mlp, norm = self._attention, self._mlp, self._mlp_norm
+        qkv, residual = _norm_linear_in_order(attention.qkv, x, residual, self._norm)
+        x = attention.output(attention.mix(qkv, batch.caches[self._layer], batch))
+        if isinstance(mlp, Mixture) and _is_plain(mlp.router):
+            logits, x, residual = invariant_norm_router(x, residual, norm.weight, norm.eps, *_parameters(mlp.router))
+            return mlp.mix(x, logits), residual
+        if isinstance(mlp, MLP) and _is_plain(mlp.gate_up) and mlp.gate == "swiglu" and mlp.gate_up.bias is None:
+            gated, residual = invariant_norm_gate_up(x, residual, norm.weight, norm.eps, _parameters(mlp.gate_up)[0], mlp.gate)
+            return mlp.down(gated), residual
+        x, residual = norm(x, residual)
+        return mlp(x), residual
+
+
+def _is_plain(linear: Linear) -> bool:
+    return isinstance(linear.scheme, Unquantized)
+
+
+def _norm_linear_in_order(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    if _is_plain(linear):
+        return invariant_norm_linear(x, residual, norm.weight, norm.eps, *_parameters(linear))
+    x, residual = norm(x, residual)
+    return linear(x), residual
 
 
 def _is_known(mixer: Attention | DeltaNet, mlp: MLP | Mixture, norms: Norms) -> bool:

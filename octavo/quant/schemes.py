@@ -18,6 +18,7 @@ from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.ops import (
     fp8_linear,
     invariant_fp8_linear,
+    invariant_gate_up,
     invariant_linear,
     invariant_packed_linear,
     packed_gate_up,
@@ -64,6 +65,8 @@ class Unquantized:
         return product(x, cast(Tensor, layer.weight), cast(Tensor | None, layer.bias), out)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if self.invariant and layer.bias is None:
+            return invariant_gate_up(x, cast(Tensor, layer.weight), "swiglu")
         return silu_and_mul(self.apply(layer, x))
 
     def rows(self, layer: nn.Module, index: Tensor) -> Tensor:

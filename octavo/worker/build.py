@@ -32,6 +32,7 @@ from octavo.loading.views import reordered, taken_apart, under_rules, unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
+from octavo.models.dense import DenseLayer
 from octavo.models.registry import build_model, family_of
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.quant.schemes import Packed, make_invariant
@@ -173,8 +174,10 @@ def _load_model(facts: Facts, backends: NewBackend, max_len: int, stored: Stored
         for module in model.modules():
             if isinstance(module, DeltaNet):
                 module.recur = invariant_delta_net
-            if isinstance(module, LatentAttention):
+            elif isinstance(module, LatentAttention):
                 module.expand = invariant_expand
+            elif isinstance(module, DenseLayer):
+                module.make_invariant()
     return model
 
 

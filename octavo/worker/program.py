@@ -20,6 +20,7 @@ from octavo.attention.mixer import MixerSpec
 from octavo.attention.spec import AttentionSpec
 from octavo.comm.comm import NOBODY, Channel, Comm
 from octavo.kernels.ops import finish, prepare, sample, team_sizes
+from octavo.layout import INVARIANT_PIECE
 from octavo.messages import StepPlan
 from octavo.models.decoder import Decoder
 from octavo.models.registry import describe
@@ -205,10 +206,12 @@ def _batches(
 
 def _teams(model: Decoder, backend_of: BackendOf, groups: int, most_rows: int) -> StepTeams | None:
     """Returns the buffers for the shared-prefix groups of a step, or None if every row reads its keys alone."""
-    specs = [layer.mixer for layer in describe(model.config).kinds if backend_of(layer.mixer).capabilities.in_teams]
+    kinds = [(layer.mixer, backend_of(layer.mixer).capabilities) for layer in describe(model.config).kinds]
+    specs = [mixer for mixer, capabilities in kinds if capabilities.in_teams]
+    piece = INVARIANT_PIECE if any(capabilities.deterministic for _, capabilities in kinds) else 0
     full = [spec for spec in specs if isinstance(spec, AttentionSpec) and spec.window is None and spec.latent is None]
     if model.device.type == "cpu" or not full:
         return None
     sizes = [team_sizes(spec.num_heads, spec.num_kv_heads, spec.head_dim, model.dtype, model.device) for spec in full]
     rows, wanted = min(rows for rows, _ in sizes), max(wanted for _, wanted in sizes)
-    return StepTeams(groups, most_rows, rows, wanted, model.device) if rows > 1 else None
+    return StepTeams(groups, most_rows, rows, wanted, model.device, piece) if rows > 1 else None

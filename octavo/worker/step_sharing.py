@@ -52,9 +52,9 @@ def rows_together(keys: Keys) -> int:
 class StepTeams:
     """The shared-prefix groups in device memory, for each cache group, at fixed addresses (`step/team_words.py`)."""
 
-    def __init__(self, groups: int, most_rows: int, rows: int, wanted: int, device: torch.device) -> None:
-        """`most_rows`: of a step. `rows`: of a group. `wanted`: groups that fill the device"""
-        self._rows, self._wanted = rows, wanted
+    def __init__(self, groups: int, most_rows: int, rows: int, wanted: int, device: torch.device, piece: int = 0) -> None:
+        """`most_rows`: of a step. `rows`: of a group. `wanted`: groups that fill the device. `piece`: as in `team_words`"""
+        self._cut = rows, wanted, piece
         self._first_line = -(-most_rows * ENTRY // LINE) * LINE
         self.words = torch.zeros(groups, self._first_line + (1 + most_teams(most_rows)) * LINE, dtype=torch.int32, device=device)
         self._sent: list[tuple[SharedKeys, int]] = [(NOTHING, 0)] * groups
@@ -67,7 +67,7 @@ class StepTeams:
             kept, size = self._sent[group]
             if shared is not kept or (size != entries and shared is not NOTHING):
                 self._sent[group] = shared, entries
-                of_entries, lines = team_words(shared, entries, self._rows, self._wanted)
+                of_entries, lines = team_words(shared, entries, *self._cut)
                 words = np.zeros(self._first_line + lines.size, np.int32)
                 words[: of_entries.size], words[self._first_line :] = of_entries.ravel(), lines.ravel()
                 send(words, self.words[group])

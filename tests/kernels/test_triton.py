@@ -53,6 +53,11 @@ def test_the_script_that_sweeps_tiles_checks_them_first() -> None:
 
 
 @pytest.mark.soak
+def test_the_script_that_tries_tiles_of_deterministic_kernels_runs_through() -> None:
+    assert "all cases were run, 0 with other bits" in script("gpu_invariant", "--tiny")
+
+
+@pytest.mark.soak
 def test_a_layer_of_a_few_rows_agrees_with_the_twins() -> None:
     said = script("gpu_few", "--tiny")
     assert said.count(" ok ") == 2 and "all agree with their twins" in said

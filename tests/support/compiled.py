@@ -39,7 +39,9 @@ from octavo.kernels.triton.delta_net.launch import delta_net, invariant_delta_ne
 from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invariant_fp8_linear, rule
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
-from octavo.kernels.triton.invariant.products import invariant_linear
+from octavo.kernels.triton.invariant.fused import invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
+from octavo.kernels.triton.invariant.norms import invariant_add_norm
+from octavo.kernels.triton.invariant.products import invariant_gate_up, invariant_linear
 from octavo.kernels.triton.latent.inputs import write_latent
 from octavo.kernels.triton.latent.invariant import by_head, invariant_expand, invariant_latent_attention, invariant_latent_shares
 from octavo.kernels.triton.latent.launch import latent_attention
@@ -56,6 +58,7 @@ from octavo.kernels.triton.step.elementwise import gate_and_mul, scale_logits, s
 from octavo.kernels.triton.step.norm import add_rms_norm, gated_norm, norm_add_norm
 from octavo.step.logit_edits import HEAD
 from octavo.step.step_tensors import StepStates
+from octavo.step.team_words import ENTRY, LINE, Teams, most_teams
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -63,13 +66,14 @@ KIB = 1024
 # Of one block of threads, as NVIDIA's programming guide has it: not taken from the rules that are to be proven.
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 121: 99 * KIB}
 SPILLED = {  # what was quickest on an H200 spills a little
-    90: {"prefill": 1024, "prefill_hopper": 640},
+    90: {"prefill": 1024, "prefill_hopper": 640, "invariant_teams": 192},
     100: {"prefill": 672},
-    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56, "invariant_decode": 32},  # those of float32
+    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56},  # those of float32
 }
 # Of every target, never timed: of recurrent layers nearly all of it in float32; of latents what is alive beside 64 lines of results.
 RECURRENT = {"within": 2048, "across": 1536}
 LATENTS = {"latent_decode": 512, "latent_prefill": 64, "invariant_latent_decode": 160, "invariant_latent_prefill": 128}
+SHARED_PIECES = {"invariant_teams": 128, "invariant_decode": 96}  # two states of a tile while pieces are joined; never timed
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
 BF16 = {"dtype": torch.bfloat16}
@@ -78,7 +82,7 @@ BF16 = {"dtype": torch.bfloat16}
 def compile_only(target: int) -> list[str]:
     """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
     run, taken = JITFunction.run, []
-    spills, shared = RECURRENT | LATENTS | SPILLED.get(target, {}), SHARED_MEMORY[target]
+    spills, shared = RECURRENT | LATENTS | SHARED_PIECES | SPILLED.get(target, {}), SHARED_MEMORY[target]
 
     def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as said:
@@ -132,7 +136,7 @@ def compile_heads(heads: int, kv_heads: int, dim: int, rotated: int, **options: 
 
 def compile_mixture(
     tokens: int, hidden: int, inner: int, chosen: int, group: int = 0, table: bool = False, gate: Gate = "swiglu",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, in_order: bool = False,
 ) -> None:  # fmt: skip
     """Of 16 experts, as floats, or as codes of 4 bits if there is a group; gates of clamped numbers come with biases."""
     count, x = 16, torch.empty(tokens, hidden, dtype=dtype)
@@ -144,8 +148,8 @@ def compile_mixture(
         stacks = [torch.empty(shape, dtype=dtype) for shape in shapes]
     biases = (torch.empty(shapes[0][0], dtype=dtype), torch.empty(shapes[1][0], dtype=dtype)) if gate == "clamped" else None
     ids, weights = choose_experts(torch.empty(tokens, count, dtype=dtype), chosen, "all", True)
-    mixture(x, ids, weights, *stacks, biases, gate)
-    if few_tokens(tokens) and not group:
+    mixture(x, ids, weights, *stacks, biases, gate, in_order=in_order)
+    if few_tokens(tokens) and not group and not in_order:
         shared = (torch.empty(shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner), (1, hidden)))
         shared_mixture(x, ids, weights, *stacks, *shared)
     if dtype == torch.bfloat16 and not group and not few_tokens(tokens):
@@ -179,15 +183,27 @@ def compile_invariant_attention(dim: int, dtype: torch.dtype, heads: int, kv_hea
     index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
     q = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
-    shares = invariant_shares(index, index[:4], cache, options.get("window"))
-    invariant_attention(q, cache, cache, tables, index, index[:4], 0.1, torch.empty(q.shape, dtype=dtype), 64, shares, **options)
+    shared = Teams(torch.zeros(4, ENTRY, dtype=torch.int32), torch.zeros(1 + most_teams(4), LINE, dtype=torch.int32))
+    for teams in (None, shared)[: 1 if "window" in options else 2]:
+        shares = invariant_shares(index, index[:4], cache, options.get("window"), teams)
+        invariant_attention(q, cache, cache, tables, index, index[:4], 0.1, torch.empty(q.shape, dtype=dtype), 64, shares, **options)
 
 
 def compile_invariant() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 64, 300):
             invariant_linear(torch.empty(rows, SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), torch.empty(6144, dtype=dtype))
+            for wide in (1024, 4096):
+                invariant_linear(torch.empty(rows, SIZE, dtype=dtype), torch.empty(wide, SIZE, dtype=dtype))
+            invariant_gate_up(torch.empty(min(rows, 256), SIZE, dtype=dtype), torch.empty(6144, SIZE, dtype=dtype), "swiglu")
         compile_invariant_attention(DIM, dtype, HEADS)
+        for rows, size in ((1, 1024), (4, 4096), (4, 2880)):
+            x, scales, weight = (torch.empty(*shape, dtype=dtype) for shape in ((rows, size), (size,), (2048, size)))
+            invariant_add_norm(x, x, scales, 1e-6), invariant_norm_linear(x, x, scales, 1e-6, weight, weight[:, 0].clone())
+            invariant_norm_router(x, x, scales, 1e-6, weight), invariant_norm_gate_up(x, x, scales, 1e-6, weight, "swiglu")
+        for tokens in (1, 64, 2048):
+            compile_mixture(tokens, 2048, 768, 8, dtype=dtype, in_order=True)
+            compile_mixture(tokens, 2880, 2880, 4, group=32, table=True, gate="clamped", dtype=dtype, in_order=True)
     invariant_linear(torch.empty(300, 1000, **BF16), torch.empty(1024, 1000, **BF16))
     compile_invariant_attention(64, torch.float16, 64, window=128, sinks=torch.ones(64))
     compile_invariant_attention(256, torch.bfloat16, 8, 4, window=1024)

@@ -32,7 +32,7 @@ def mend() -> None:
         if kinds == (tl.float32, tl.bfloat16):
             return TensorHandle(_narrow(src.data), tl.bfloat16)
         if kinds == (tl.bfloat16, tl.float32):
-            return TensorHandle(_widen(src.data), tl.float32)
+            return TensorHandle(widen(src.data), tl.float32)
         return cast(self, src, dst_type)
 
     def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
@@ -42,7 +42,7 @@ def mend() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         if a.dtype.scalar == tl.bfloat16:
-            a, b = TensorHandle(_widen(a.data), tl.float32), TensorHandle(_widen(b.data), tl.float32)
+            a, b = TensorHandle(widen(a.data), tl.float32), TensorHandle(widen(b.data), tl.float32)
         return dot(self, a, b, *rest)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -128,7 +128,7 @@ def _narrow_to_8(numbers: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
-def _widen(bits: Any) -> Any:
+def widen(bits: Any) -> Any:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -9,6 +9,7 @@ import torch
 
 GEMV_ROWS = 4
 FP8_GEMV_ROWS = 1  # with 8-bit floats, for which tensor cores are faster from two rows on
+FUSED_ROWS = 4  # with `--deterministic`: rows that a product norms itself
 MAX_HELD = 32768  # the longest row of W that a program holds in registers
 HELD_TILE = 16384  # elements of W that a program holds
 MERGED_TILE = 65536  # the same, if it merges attention first

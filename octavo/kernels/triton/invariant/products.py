@@ -9,7 +9,6 @@ order in some of its kernels, and is then faster: it multiplies chunks of rows o
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,35 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference.products import multiply
+from octavo.kernels.triton.invariant.tiles import GATED_ROWS, MIN_ROWS, Tiles, gated_tiles, tiles_for
 from octavo.kernels.triton.packed.codes import ask_for
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
+from octavo.kernels.triton.step.elementwise import gate_and_mul, gated
 from octavo.kernels.triton.target import capability, has_copy_engine, is_roomy
 
 CHUNKS = (2048, 512)  # rows that torch may multiply at once
-MIN_ROWS = 16  # of a tile
-NARROW = 4096  # rows of W: a smaller tile makes enough programs
 ALIGNED = 8  # columns of W, for copies of whole tiles
 AHEAD = tl.constexpr(2048)  # bytes of each row of W that a program prefetches while the previous kernel still runs
 SHARED_ROWS = tl.constexpr(8)  # tiles of rows that are next to each other, so that they find W in the L2 cache
-
-
-class Tiles(NamedTuple):
-    rows: int
-    columns: int
-    step: int
-    warps: int
-    stages: int
-
-
-def tiles_for(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(16 if rows <= 16 else 32, 32, 32, 4, 2)
-    if not is_roomy(capability()):
-        return Tiles(min(max(triton.next_power_of_2(rows), 16), 64), 64, 64, 4, 3)
-    if rows <= 128:
-        return Tiles(MIN_ROWS, 64, 256, 4, 4) if rows <= MIN_ROWS else Tiles(64, 64, 128, 4, 4)
-    return Tiles(128, 64, 64, 4, 5) if wide <= NARROW else Tiles(128, 128, 64, 8, 4)
 
 
 @triton.jit
@@ -69,13 +51,18 @@ def multiply_in_order(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE: tl.constexpr,
     BIASED: tl.constexpr,
     WHOLE: tl.constexpr,
     DESCRIBED: tl.constexpr,
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """WHOLE: steps divide the columns of W. DESCRIBED: tiles are loaded by tensor descriptors, which fill with zeros."""
+    """wide: numbers of a row of the result. GATED: W has rows of gate over as many of up, and the result is gated.
+
+    WHOLE: steps divide the columns of W. DESCRIBED: tiles are loaded by tensor descriptors, which fill with zeros.
+    """
     begin(PDL)
     tall = tl.cdiv(rows, ROWS)
     turn, columns = tl.program_id(0), tl.cdiv(wide, COLUMNS)
@@ -87,9 +74,12 @@ def multiply_in_order(
     k = tl.arange(0, STEP)[None, :]
     line_of_x = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + k
     line_of_w = weight + tl.minimum(column, wide - 1).to(tl.int64)[:, None] * size + k
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    of_up = wide.to(tl.int64) * size  # where the rows of up begin
+    total, second = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
     if PREFETCHED:
         ask_for(weight + tl.minimum(column, wide - 1).to(tl.int64) * size, tl.minimum(size * 2, AHEAD))
+        if GATED:
+            ask_for(weight + of_up + tl.minimum(column, wide - 1).to(tl.int64) * size, tl.minimum(size * 2, AHEAD))
     wait(PDL)
     for start in tl.range(0, size, STEP, num_stages=STAGES):
         if DESCRIBED:
@@ -97,10 +87,20 @@ def multiply_in_order(
         else:
             matrix, given = load_lines(line_of_w, start, k, size, WHOLE), load_lines(line_of_x, start, k, size, WHOLE)
         total = tl.dot(matrix, tl.trans(given), total, input_precision="ieee")
+        if GATED:
+            if DESCRIBED:
+                matrix = weight_tiles.load([wide + left, start])
+            else:
+                matrix = load_lines(line_of_w + of_up, start, k, size, WHOLE)
+            second = tl.dot(matrix, tl.trans(given), second, input_precision="ieee")
     if BIASED:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    kind = out.dtype.element_ty
+    result = total.to(kind)
+    if GATED:
+        result = gated(result.to(tl.float32), second.to(kind).to(tl.float32), kind, GATE)
     at = row.to(tl.int64)[:, None] * wide + column[None, :]
-    tl.store(out + at, tl.trans(total.to(out.dtype.element_ty)), mask=(row < rows)[:, None] & inside[None, :])
+    tl.store(out + at, tl.trans(result), mask=(row < rows)[:, None] & inside[None, :])
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -117,8 +117,18 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out:
     return out
 
 
-def by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: Tiles) -> Tensor:
-    (wide, size), rows = weight.shape, len(x)
+def invariant_gate_up(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
+    """x [rows, in], weight [2 * out, in], gate over up -> [rows, out]"""
+    rows, wide = len(x), len(weight) // 2
+    if rows > GATED_ROWS or not rows:
+        return gate_and_mul(invariant_linear(x, weight), gate)
+    out = torch.empty(rows, wide, dtype=x.dtype, device=x.device)
+    return by_tiles(x, weight, None, out, gated_tiles(rows, wide, x.dtype), gate)
+
+
+def by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: Tiles, gate: Gate | None = None) -> Tensor:
+    (rows, wide), size = out.shape, weight.shape[1]
+    assert x.is_contiguous() and len(weight) == wide * (1 if gate is None else 2)
     described = is_roomy(capability()) and x.dtype.itemsize == 2 and size % ALIGNED == 0 and has_copy_engine(capability())
     pair = [
         TensorDescriptor(one, [len(one), size], [size, 1], [lines, how.step]) if described else one
@@ -126,8 +136,9 @@ def by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: T
     ]
     multiply_in_order[(triton.cdiv(rows, how.rows) * triton.cdiv(wide, how.columns),)](
         x, weight, *pair, x if bias is None else bias, out, rows, size, wide, ROWS=how.rows, COLUMNS=how.columns, STEP=how.step,
-        STAGES=how.stages, BIASED=bias is not None, WHOLE=size % how.step == 0, DESCRIBED=described,
-        PREFETCHED=described and rows <= MIN_ROWS and use_pdl(), PDL=use_pdl(), num_warps=how.warps, launch_pdl=use_pdl(),
+        STAGES=how.stages, GATED=gate is not None, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None,
+        WHOLE=size % how.step == 0, DESCRIBED=described, PREFETCHED=described and rows <= MIN_ROWS and use_pdl(), PDL=use_pdl(),
+        num_warps=how.warps, launch_pdl=use_pdl(),
     )  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ from octavo.kernels.triton.attention.decode import put
 from octavo.kernels.triton.attention.decode_shares import AT_ALL, AT_ARRIVED, WORDS, decode_shares, load_share
 from octavo.kernels.triton.attention.prefill import row_of_tile
 from octavo.kernels.triton.attention.tiles import multiprocessors
-from octavo.kernels.triton.invariant.attention import ONES, answer, join
+from octavo.kernels.triton.invariant.pieces import ONES, answer, join
 from octavo.kernels.triton.latent.attention import load_both
 from octavo.kernels.triton.latent.inputs import write_latent
 from octavo.kernels.triton.latent.launch import check, shape_of
@@ -27,9 +27,10 @@ from octavo.kernels.triton.latent.tiles import LatentTiles, has_room, head_group
 from octavo.kernels.triton.pdl import begin as begin_pdl
 from octavo.kernels.triton.pdl import use_pdl, wait
 from octavo.kernels.triton.target import capability
+from octavo.layout import INVARIANT_PIECE
 from octavo.step.share_words import DecodeShares, most_parts, most_shares
 
-PIECE = 256  # keys
+PIECE = INVARIANT_PIECE  # keys
 
 
 def invariant_tiles(dtype: torch.dtype, arch: int) -> LatentTiles:

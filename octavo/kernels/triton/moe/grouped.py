@@ -5,6 +5,8 @@
 
 If GATED, W is gate over up: rows of x are loaded by token, and gated values are stored in the order of the tiles. Otherwise rows are
 read in that order, and each result is stored in the line of its choice, for `sum_choices`.
+
+If DIRECT (`direct.py`), a tile has one row, that of a choice, and all lines are those of choices.
 """
 
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.triton.moe.route import Choices, Sorted, Stack
-from octavo.kernels.triton.packed.codes import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.codes import MAX_SPAN, WORD_BITS, ask_for, scale_and_offset, weights
 from octavo.kernels.triton.packed.gemm import gathered, side_by_side, spread
 from octavo.kernels.triton.packed.products import form_of, in_order, table_of
 from octavo.kernels.triton.pdl import begin, use_pdl, wait
@@ -61,6 +63,11 @@ def packed_grouped_tiles(choices: int, count: int, dtype: torch.dtype) -> Groupe
     return Grouped(rows, 64, 0, 4, 3) if rows <= 64 else Grouped(rows, 128, 0, 8, 3)
 
 
+def segments_of(stack: DeviceCodes) -> int:
+    """Returns the parts of the columns that are summed apart with `deterministic`: they fill a GPU when there is one row."""
+    return 4 if stack.blocks >= 16 else 2 if stack.blocks >= 8 else 1
+
+
 def grouped_rows(choices: int, count: int) -> int:
     """The rows of a tile, a power of two: it depends on the shape of a step, not on its choices."""
     rows: int = triton.next_power_of_2(-(-3 * choices // (2 * count)))
@@ -71,21 +78,44 @@ def grouped_rows(choices: int, count: int) -> int:
 
 
 @triton.jit
+def ask_for_rows(weight, expert, COLUMNS: tl.constexpr, WIDE: tl.constexpr, BYTES: tl.constexpr):
+    """Prefetches a program's rows of an expert's matrix. There must be an expert, or any row is prefetched."""
+    column = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), WIDE - 1)
+    line = tl.maximum(expert, 0) * WIDE + column
+    if BYTES % 16 == 0:
+        ask_for(weight + line * (BYTES // (weight.dtype.element_ty.primitive_bitwidth // 8)), tl.zeros([COLUMNS], tl.int32) + BYTES)
+
+
+@triton.jit
 def load_step(line, start, k, SIZE: tl.constexpr, STEP: tl.constexpr):
     """Loads columns of lines from `start` on, zero after SIZE."""
     return tl.load(line + start) if SIZE % STEP == 0 else tl.load(line + start, mask=start + k < SIZE, other=0.0)
 
 
 @triton.jit
-def choices_of(order, tile, choices, CHOSEN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """(the choices of a tile's rows, whether they are valid, the line of x for each). Padding reads any line."""
-    place = tile * ROWS + tl.arange(0, ROWS)
-    choice = tl.load(order + place)
-    there = choice < choices
-    return choice, there, tl.where(there, choice // CHOSEN, 0) if GATED else place
+def choices_of(order, tile, choices, CHOSEN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, DIRECT: tl.constexpr):
+    """(which rows of a tile are valid, their lines in x, and in the result). Padding reads any line."""
+    row = tl.arange(0, ROWS)
+    if DIRECT:
+        return row == 0, tl.zeros([ROWS], tl.int32) + (tile // CHOSEN if GATED else tile), tile + row
+    else:
+        place = tile * ROWS + row
+        choice = tl.load(order + place)
+        there = choice < choices
+        return there, tl.where(there, choice // CHOSEN, 0) if GATED else place, place if GATED else choice
 
 
-@triton.jit(do_not_specialize=["choices"])
+@triton.jit
+def expert_of(experts, count, tile, first, COUNT: tl.constexpr, DIRECT: tl.constexpr):
+    """The number in the stack of a tile's expert, below 0 if there is none. If DIRECT, `experts` has the choices of tokens."""
+    if DIRECT:
+        expert = tl.load(experts + tile).to(tl.int64) - first
+        return tl.where(expert < COUNT, expert, -1)
+    else:
+        return tl.load(experts + tile, mask=tile < tl.load(count), other=-1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["choices", "first"])
 def multiply_tiles(
     x,
     order,
@@ -95,6 +125,8 @@ def multiply_tiles(
     bias,
     out,
     choices,
+    first,
+    COUNT: tl.constexpr,
     CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -105,18 +137,24 @@ def multiply_tiles(
     GATED: tl.constexpr,
     GATE: tl.constexpr,
     BIASED: tl.constexpr,
+    DIRECT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out: GATED [tiles * ROWS, WIDE], else [choices, WIDE]"""
-    begin(PDL)
+    """out: GATED and not DIRECT [tiles * ROWS, WIDE], else [choices, WIDE]"""
+    if not DIRECT or not GATED:
+        begin(PDL)
     tile = tl.program_id(1)
     kind = out.dtype.element_ty
     HEIGHT: tl.constexpr = 2 * WIDE if GATED else WIDE  # rows of an expert's matrix
+    if DIRECT and not GATED and PDL:
+        ask_for_rows(weight, expert_of(experts, count, tile, first, COUNT, True), COLUMNS, WIDE, SIZE * 2)
     wait(PDL)
-    if tile >= tl.load(count):
+    if DIRECT and GATED:  # so the next product may read the choices before its own wait
+        begin(PDL)
+    expert = expert_of(experts, count, tile, first, COUNT, DIRECT)
+    if expert < 0:
         return
-    expert = tl.load(experts + tile).to(tl.int64)
-    choice, there, line = choices_of(order, tile, choices, CHOSEN, ROWS, GATED)
+    there, line, target = choices_of(order, tile, choices, CHOSEN, ROWS, GATED, DIRECT)
     column, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)[None, :]
     inside = column < WIDE
     line_of_x = x + line.to(tl.int64)[:, None] * SIZE + k
@@ -135,7 +173,7 @@ def multiply_tiles(
         result = gated(total.to(kind).to(tl.float32), second.to(kind).to(tl.float32), kind, GATE)
     else:
         result = total.to(kind)
-    target = (tile * ROWS + tl.arange(0, ROWS) if GATED else choice).to(tl.int64)
+    target = target.to(tl.int64)
     tl.store(out + target[:, None] * WIDE + column[None, :], tl.trans(result), mask=there[:, None] & inside[None, :])
 
 
@@ -169,16 +207,17 @@ def sum_choices(
         wanted = (column < HIDDEN) & there
         line = tl.load(places + choice, mask=there, other=0) if PLACED else choice
         part = tl.load(parts + line.to(tl.int64) * HIDDEN + column, mask=wanted, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + choice)
+        total = tl.fma(part, tl.load(weights + choice), total)
     tl.store(out + token.to(tl.int64) * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
 # -- packed codes: they are converted as in `packed/gemm.py`
 #
-# The gate is a separate kernel here: gate and up are stored next to each other, in the order of the tiles.
+# The gate is a separate kernel here: gate and up are stored next to each other, in the order of the tiles. With SEGMENTS, a sum is that of
+# the sums of as many parts of the columns, in their order. If DIRECT, each of them has a program of its own.
 
 
-@triton.jit(do_not_specialize=["choices"])
+@triton.jit(do_not_specialize=["choices", "first"])
 def multiply_tiles_of_codes(
     x,
     order,
@@ -191,6 +230,8 @@ def multiply_tiles_of_codes(
     out,
     factor,
     choices,
+    first,
+    COUNT: tl.constexpr,
     CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -202,10 +243,15 @@ def multiply_tiles_of_codes(
     STAGES: tl.constexpr,
     PICKED: tl.constexpr,
     BIASED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    DIRECT: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PICKED: x [T, SIZE] -> out [tiles * ROWS, WIDE], else x [tiles * ROWS, SIZE] -> out [choices, WIDE]"""
+    """PICKED: x [T, SIZE] -> out [tiles * ROWS, WIDE], else x [tiles * ROWS, SIZE] -> out [choices, WIDE]
+
+    DIRECT: x [T, SIZE] or [choices, SIZE] -> out [SEGMENTS, choices, WIDE] float32, without the bias
+    """
     PER_WORD: tl.constexpr = WORD_BITS // BITS
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
     BLOCK: tl.constexpr = PER_WORD * SPAN
@@ -213,14 +259,22 @@ def multiply_tiles_of_codes(
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     GROUPS: tl.constexpr = (BLOCKS * BLOCK + GROUP - 1) // GROUP
 
-    begin(PDL)
-    tile = tl.program_id(1)
-    kind = out.dtype.element_ty
+    PER_SEGMENT: tl.constexpr = (BLOCKS + SEGMENTS - 1) // SEGMENTS
+
+    if not DIRECT or not PICKED:
+        begin(PDL)
+    tile, segment = tl.program_id(1), tl.program_id(2)
+    kind = x.dtype.element_ty
+    if DIRECT and not PICKED and PDL:  # noqa: SIM102 (compile-time constants, unlike the segment)
+        if segment == 0:
+            ask_for_rows(words, expert_of(experts, count, tile, first, COUNT, True), COLUMNS, WIDE, BLOCKS * SPAN * 2)
     wait(PDL)
-    if tile >= tl.load(count):
+    if DIRECT and PICKED:  # so the next product may read the choices before its own wait
+        begin(PDL)
+    expert = expert_of(experts, count, tile, first, COUNT, DIRECT)
+    if expert < 0:
         return
-    expert = tl.load(experts + tile).to(tl.int64)
-    choice, there, line = choices_of(order, tile, choices, CHOSEN, ROWS, PICKED)
+    there, line, target = choices_of(order, tile, choices, CHOSEN, ROWS, PICKED, DIRECT)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDE
     loaded = tl.minimum(tl.program_id(0) * COLUMNS + spread(COLUMNS, WARPS), WIDE - 1)[:, :, None]
@@ -228,8 +282,15 @@ def multiply_tiles_of_codes(
     line_of_scales = scales + (expert * WIDE + tl.minimum(column, WIDE - 1)) * GROUPS
     within = tl.arange(0, BLOCK)[None, :]
     line_of_x = x + line.to(tl.int64)[:, None] * SIZE + within
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+    total, before = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
+    low, high = 0, BLOCKS
+    if DIRECT:
+        low, high = segment * PER_SEGMENT, tl.minimum((segment + 1) * PER_SEGMENT, BLOCKS)
+    for block in tl.range(low, high, num_stages=STAGES):
+        if SEGMENTS > 1 and not DIRECT:  # noqa: SIM102 (compile-time constants, unlike the block)
+            if block // PER_SEGMENT * PER_SEGMENT == block:
+                before += total
+                total = tl.zeros([COLUMNS, ROWS], tl.float32)
         codes = gathered(tl.load(line_of_words + block * SPAN), COLUMNS, WARPS, False)
         spans = ()
         for run in tl.static_range(PER_WORD // RUN):
@@ -242,17 +303,22 @@ def multiply_tiles_of_codes(
         else:
             rows = tl.load(line_of_x + block * BLOCK, mask=block * BLOCK + within < SIZE, other=0.0)
         total = tl.dot(side_by_side(spans), tl.trans(rows), total, input_precision="ieee")
+    if SEGMENTS > 1 and not DIRECT:
+        total = before + total
     if BIASED:
         total += tl.load(bias + expert * WIDE + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-    target = (tile * ROWS + tl.arange(0, ROWS) if PICKED else choice).to(tl.int64)
-    tl.store(out + target[:, None] * WIDE + column[None, :], tl.trans(total.to(kind)), mask=there[:, None] & inside[None, :])
+    target = target.to(tl.int64) + (segment * choices if DIRECT else 0)
+    result = tl.trans(total.to(out.dtype.element_ty))
+    tl.store(out + target[:, None] * WIDE + column[None, :], result, mask=there[:, None] & inside[None, :])
 
 
 # -- launches
 
 
-def many_gate_up(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, gate: Gate) -> Tensor:
-    """[tiles * rows, inner], in the order of the tiles"""
+def many_gate_up(
+    x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, gate: Gate, segmented: bool = False
+) -> Tensor:
+    """[tiles * rows, inner], in the order of the tiles. `segmented`: with the segments of `deterministic`"""
     inner = len(stack) // choices.count // 2
     height = lined_up.tiles * lined_up.rows
     if isinstance(stack, Tensor):
@@ -260,18 +326,26 @@ def many_gate_up(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bi
         _multiply(x, choices, lined_up, stack, bias, out, gate)
         return out
     both = torch.empty(height, 2 * inner, dtype=x.dtype, device=x.device)
-    _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, both, picked=True)
+    _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, both, True, segments_of(stack) if segmented else 1)
     return gate_and_mul(both, gate)
 
 
-def many_down(x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, hidden: int) -> Tensor:
+def many_down(
+    x: Tensor, choices: Choices, lined_up: Sorted, stack: Stack, bias: Tensor | None, hidden: int, segmented: bool = False
+) -> Tensor:
     """x [tiles * rows, inner] -> [T, hidden]"""
     parts = torch.empty(choices.ids.numel(), hidden, dtype=x.dtype, device=x.device)
     if isinstance(stack, Tensor):
         _multiply(x, choices, lined_up, stack, bias, parts, None)
     else:
-        _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, parts, picked=False)
-    out = torch.empty(len(choices.ids), hidden, dtype=x.dtype, device=x.device)
+        _multiply_codes(in_order(x, stack), choices, lined_up, stack, bias, parts, False, segments_of(stack) if segmented else 1)
+    return weighted_sum(parts, choices, x.dtype)
+
+
+def weighted_sum(parts: Tensor, choices: Choices, dtype: torch.dtype) -> Tensor:
+    """parts [choices, hidden] -> [T, hidden]"""
+    hidden = parts.shape[1]
+    out = torch.empty(len(choices.ids), hidden, dtype=dtype, device=parts.device)
     sum_choices[(len(out), triton.cdiv(hidden, SUM_TILE))](
         parts, choices.ids, choices.weights, choices.ids, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden,
         TILE=SUM_TILE, PLACED=False, PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
@@ -285,22 +359,23 @@ def _multiply(
     number, gated, wide = choices.ids.numel(), gate is not None, out.shape[1]
     tiles = grouped_tiles(number, choices.count, x.dtype, gated)
     multiply_tiles[(triton.cdiv(wide, tiles.columns), lined_up.tiles)](
-        x, lined_up.order, lined_up.experts, lined_up.count, stack, stack if bias is None else bias, out, number,
-        CHOSEN=choices.chosen, SIZE=stack.shape[1], WIDE=wide, ROWS=lined_up.rows, COLUMNS=tiles.columns, STEP=tiles.step,
-        STAGES=tiles.stages, GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, PDL=use_pdl(),
-        num_warps=tiles.warps, launch_pdl=use_pdl(),
+        x, lined_up.order, lined_up.experts, lined_up.count, stack, stack if bias is None else bias, out, number, choices.first,
+        COUNT=choices.count, CHOSEN=choices.chosen, SIZE=stack.shape[1], WIDE=wide, ROWS=lined_up.rows, COLUMNS=tiles.columns,
+        STEP=tiles.step, STAGES=tiles.stages, GATED=gated, GATE=GATES.index(gate or "swiglu"), BIASED=bias is not None, DIRECT=False,
+        PDL=use_pdl(), num_warps=tiles.warps, launch_pdl=use_pdl(),
     )  # fmt: skip
 
 
 def _multiply_codes(
-    x: Tensor, choices: Choices, lined_up: Sorted, stack: DeviceCodes, bias: Tensor | None, out: Tensor, picked: bool
+    x: Tensor, choices: Choices, lined_up: Sorted, stack: DeviceCodes, bias: Tensor | None, out: Tensor, picked: bool, segments: int
 ) -> None:
     number, wide = choices.ids.numel(), out.shape[1]
     tiles = packed_grouped_tiles(number, choices.count, x.dtype)
     multiply_tiles_of_codes[(triton.cdiv(wide, tiles.columns), lined_up.tiles)](
         x, lined_up.order, lined_up.experts, lined_up.count, stack.words, stack.scales, table_of(stack), x if bias is None else bias, out,
-        stack.factor, number, CHOSEN=choices.chosen, SIZE=stack.size, WIDE=wide, **form_of(stack),
+        stack.factor, number, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, SIZE=stack.size, WIDE=wide, **form_of(stack),
         ROWS=lined_up.rows,
-        COLUMNS=tiles.columns, STAGES=tiles.stages, PICKED=picked, BIASED=bias is not None, WARPS=tiles.warps, PDL=use_pdl(),
+        COLUMNS=tiles.columns, STAGES=tiles.stages, PICKED=picked, BIASED=bias is not None, SEGMENTS=segments, DIRECT=False,
+        WARPS=tiles.warps, PDL=use_pdl(),
         num_warps=tiles.warps, launch_pdl=use_pdl(),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.gates import Gate
 from octavo.kernels.kernel_shapes import ExpertShape
 from octavo.kernels.triton.gemv.products import linear
+from octavo.kernels.triton.moe.direct import direct_down, direct_gate_up
 from octavo.kernels.triton.moe.grouped import grouped_rows, grouped_tiles, many_down, many_gate_up, packed_grouped_tiles
 from octavo.kernels.triton.moe.library import by_library, library_kernels, library_mixture
 from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, choose_in_groups, sort_by_expert
@@ -41,6 +42,7 @@ def mixture(
     activation: Gate = "swiglu",
     first: int = 0,  # the number of the first expert in the stacks; experts that they do not contain add nothing
     few: bool | None = None,  # whether each token reads its experts separately; by default for small batches
+    in_order: bool = False,  # with `deterministic`: a token's bits do not depend on the others
 ) -> Tensor:
     """[T, hidden]"""
     count = len(down) // x.shape[1]
@@ -50,14 +52,17 @@ def mixture(
         return torch.empty_like(x)
     choices = Choices(ids, weights, count, first)
     of_gate_up, of_down = biases or (None, None)
-    if few if few is not None else few_tokens(len(x)) and fit_a_program(choices, gate_up, down):
+    if in_order and few_tokens(len(x)):
+        return direct_down(direct_gate_up(x, choices, gate_up, of_gate_up, activation), choices, down, of_down, x.shape[1])
+    alone = few_tokens(len(x)) and fit_a_program(choices, gate_up, down) if few is None else few
+    if alone and not in_order:
         return few_down(few_gate_up(x, choices, gate_up, of_gate_up, activation), choices, down, of_down, x)
-    sizes = x.shape[1], len(gate_up) // (2 * count), ids.numel(), count
-    if few is None and biases is None and isinstance(gate_up, Tensor) and isinstance(down, Tensor) and by_library(x.dtype, *sizes):
+    sizes, floats = (x.shape[1], len(gate_up) // (2 * count), ids.numel(), count), few is None and not in_order and biases is None
+    if floats and isinstance(gate_up, Tensor) and isinstance(down, Tensor) and by_library(x.dtype, *sizes):
         return library_mixture(x, choices, gate_up, down, activation)
     lined_up = sort_by_expert(ids, count, first, tile_rows(choices, x.dtype, gate_up, down))
-    gated = many_gate_up(x, choices, lined_up, gate_up, of_gate_up, activation)
-    return many_down(gated, choices, lined_up, down, of_down, x.shape[1])
+    gated = many_gate_up(x, choices, lined_up, gate_up, of_gate_up, activation, in_order)
+    return many_down(gated, choices, lined_up, down, of_down, x.shape[1], in_order)
 
 
 def shared_mixture(
