@@ -173,7 +173,7 @@ def product_case(report: Report, one: Product, rows: int) -> None:
     x, residual, scales = random(rows, one.size), random(rows, one.size), random(one.size)
     name = f"{one.model} {one.name} {one.kind} {rows}"
     if normed and rows <= FUSED_ROWS:
-        used, choices = fused_tiles(one.wide, one.size, DTYPE, gated), list(fused_choices(gated))
+        used, choices = fused_tiles(DTYPE, gated), list(fused_choices(gated))
     elif gated:
         used, choices = gated_tiles(rows, one.wide, DTYPE), list(product_choices(rows, True))
     else:
@@ -220,7 +220,7 @@ def check_fused(report: Report) -> None:
 
 
 def fused_apart(x: Tensor, residual: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    from octavo.kernels.triton.invariant.norms import invariant_add_norm
+    from octavo.kernels.triton.invariant.fused import invariant_add_norm
 
     return invariant_add_norm(x, residual, scales, 1e-6)
 

@@ -129,7 +129,7 @@ def invariant_gate_up(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
 
 def invariant_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Like `add_rms_norm`."""
-    out, stream = _triton("invariant.norms").invariant_add_norm(x, residual, weight, eps)
+    out, stream = _triton("invariant.fused").invariant_add_norm(x, residual, weight, eps)
     return out, stream
 
 

@@ -93,7 +93,7 @@ def _layer_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 def _of_layer(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:
     mixer, mlp = layer.mixer.gpu_token_numbers, layer.mlp.gpu_token_numbers
     if layer.mlp.experts is not None:
-        mlp += layer.mlp.experts.chosen * hidden  # a row for each choice, or its result
+        mlp += layer.mlp.experts.chosen * hidden  # the result of each choice
     stream = 2 * hidden  # input and sum; twice that if a norm allocates new ones
     token = stream + max(mixer, mlp + hidden if layer.parallel else mlp, stream)
     return load.tokens * token * item + layer.mixer.gpu_step_bytes(load.rows)

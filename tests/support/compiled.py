@@ -39,15 +39,13 @@ from octavo.kernels.triton.delta_net.launch import delta_net, invariant_delta_ne
 from octavo.kernels.triton.fp8 import by_tiles, exact_tiles, fp8_linear, invariant_fp8_linear, rule
 from octavo.kernels.triton.gemv.products import linear, merge_linear, merge_parts, norm_gate_up, norm_linear
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
-from octavo.kernels.triton.invariant.fused import invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
-from octavo.kernels.triton.invariant.norms import invariant_add_norm
+from octavo.kernels.triton.invariant.fused import invariant_add_norm, invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
 from octavo.kernels.triton.invariant.products import invariant_gate_up, invariant_linear
 from octavo.kernels.triton.latent.inputs import write_latent
 from octavo.kernels.triton.latent.invariant import by_head, invariant_expand, invariant_latent_attention, invariant_latent_shares
 from octavo.kernels.triton.latent.launch import latent_attention
-from octavo.kernels.triton.moe.library import library_kernels
 from octavo.kernels.triton.moe.products import few_tokens, mixture, shared_mixture
-from octavo.kernels.triton.moe.route import Choices, choose_experts, choose_in_groups
+from octavo.kernels.triton.moe.route import choose_experts, choose_in_groups
 from octavo.kernels.triton.packed.products import invariant_packed_linear, packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import edit_logits
@@ -152,8 +150,6 @@ def compile_mixture(
     if few_tokens(tokens) and not group and not in_order:
         shared = (torch.empty(shape, dtype=dtype) for shape in ((2 * inner, hidden), (hidden, inner), (1, hidden)))
         shared_mixture(x, ids, weights, *stacks, *shared)
-    if dtype == torch.bfloat16 and not group and not few_tokens(tokens):
-        library_kernels(x, Choices(ids, weights, count, 0), inner, gate)
 
 
 def compile_mixtures() -> None:

@@ -1,5 +1,7 @@
 """Products of a few rows against their twins, with sizes no tile divides."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from octavo.kernels.gates import GATES, Gate
 from octavo.kernels.reference import layer as plain
 from octavo.kernels.triton.gemv import products
-from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, ProductTiles
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, ProductTiles, product_tiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
@@ -85,6 +87,13 @@ def test_a_program_that_takes_turns_leaves_out_no_tile(rows: int, device: str) -
         assert_near(products.linear(x, weight, scales[:46].contiguous(), tiles), plain.linear(x, weight, scales[:46]))
         got = products.norm_gate_up(x, residual, scales, 1e-5, weight, tiles=tiles)
         assert_near(got[0], plain.norm_gate_up(x, residual, scales, 1e-5, weight)[0])
+
+
+def test_tiles_are_powers_of_two_for_every_size() -> None:
+    """The compiler refuses others, which the interpreter runs."""
+    for out, size, gated in product((1, 2, 64, 129, 256, 400, 640, 1000, 50257), (16, 1024, 4096, 1 << 15), (False, True)):
+        tiles = product_tiles(size, out, gated)
+        assert tiles.columns.bit_count() == tiles.warps.bit_count() == 1 and tiles.turns >= 1, (out, size, gated, tiles)
 
 
 def test_more_rows_are_refused(device: str) -> None:

@@ -17,8 +17,7 @@ from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.triton.gemv.tiles import FUSED_ROWS
 from octavo.kernels.triton.invariant import attention
 from octavo.kernels.triton.invariant.attention import invariant_attention, invariant_shares
-from octavo.kernels.triton.invariant.fused import invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
-from octavo.kernels.triton.invariant.norms import invariant_add_norm
+from octavo.kernels.triton.invariant.fused import invariant_add_norm, invariant_norm_gate_up, invariant_norm_linear, invariant_norm_router
 from octavo.kernels.triton.invariant.products import by_tiles, invariant_gate_up, invariant_linear
 from octavo.kernels.triton.invariant.tiles import Tiles
 from octavo.kernels.triton.step.elementwise import gate_and_mul

@@ -11,9 +11,7 @@ from octavo.kernels.gates import Gate
 from octavo.kernels.reference import layer as plain
 from octavo.kernels.reference.dequant import FP4_MIDDLE, FP4_TABLE
 from octavo.kernels.triton.moe import products as moe
-from octavo.kernels.triton.moe.library import by_library, library_mixture
 from octavo.kernels.triton.moe.route import choose_experts, choose_in_groups, sort_by_expert
-from octavo.kernels.triton.target import capability
 from tests.support.soaked import rarely
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of the largest result
@@ -127,26 +125,6 @@ def by_hand(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     inner = torch.nn.functional.gelu(gates, approximate="tanh") * ups
     given = torch.einsum("tchi,tci->tch", two, inner) + biases[1].view(COUNT, -1)[ids]
     return (given * weights.unsqueeze(-1)).sum(1)
-
-
-@pytest.mark.parametrize(("first", "held"), [(0, 4), (1, 2)])
-def test_torch_multiplies_the_rows_of_each_expert(first: int, held: int, device: str) -> None:
-    """With experts that nobody chooses, and some that a rank does not have."""
-    gate_up = guarded(random(device, torch.bfloat16, held * 2 * INNER, HIDDEN) * HIDDEN**-0.5)
-    down = guarded(random(device, torch.bfloat16, held * HIDDEN, INNER) * INNER**-0.5)
-    for tokens, skewed in ((41, False), (41, True), (1, False)):
-        x, (ids, weights) = random(device, torch.bfloat16, tokens, HIDDEN), choices(tokens, COUNT, device, skewed)
-        got = library_mixture(x, moe.Choices(ids, weights, held, first), gate_up, down, "swiglu")
-        assert_near(got, plain.mixture(x, ids, weights, gate_up, down, first=first))
-
-
-@pytest.mark.gpu
-def test_many_tokens_give_the_same_with_either_product() -> None:
-    x, gate_up, down = (random("cuda", torch.bfloat16, *size) for size in ((4096, 512), (8 * 512, 512), (8 * 512, 256)))
-    gate_up, down = gate_up * 512**-0.5, down * 256**-0.5
-    ids, weights = choices(4096, 8, "cuda")
-    assert by_library(x.dtype, 512, 256, ids.numel(), 8) == (capability() == 90)
-    assert_near(moe.mixture(x, ids, weights, gate_up, down), moe.mixture(x, ids, weights, gate_up, down, few=False))
 
 
 @pytest.mark.parametrize("gated", [True, False])

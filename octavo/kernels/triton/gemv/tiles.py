@@ -59,9 +59,14 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
     if (size, out, gated) in MEASURED:
         return MEASURED[size, out, gated]
     matrices = 2 if gated else 1
-    columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS, out // LEAST_PROGRAMS), 1)
+    columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS, power_below(out // LEAST_PROGRAMS)), 1)
     warps = min(max(columns * size * matrices // (32 * PER_THREAD), 4), 16)
     return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
+
+
+def power_below(number: int) -> int:
+    """Returns the largest power of two up to a number; 0 for 0."""
+    return (1 << number.bit_length()) >> 1
 
 
 def fp8_row_tiles(size: int, out: int, gated: bool) -> ProductTiles:

@@ -1,10 +1,14 @@
-"""The products of `products.py` for few rows, with the operations before and after them in the same kernel, and the same bits.
+"""Residual add and norm, and the products of `products.py` for few rows with them in the same kernel: with the same bits in both.
 
+    add_norm       norm(x + residual)                          the new stream is stored, too
     norm_linear    norm(x + residual) W^T                      norm_router   the same, and the normed rows
-    norm_gate_up   silu(gate) * up of that, or other gates     the new stream is stored, too
+    norm_gate_up   silu(gate) * up of that, or other gates
 
-Every program reads all rows twice, from the L2 cache: once for the scale of each row, and then step by step, as the product needs them.
-The second time, numbers are added and normed again one by one, which gives the same bits in every kernel.
+A reduction adds in an order that depends on how numbers are laid out over threads. Here the squares of neighbours are added pair by
+pair, in a tree: a sum of two numbers has one order, and a square and its sum are fused explicitly.
+
+Every program of a product reads all rows twice, from the L2 cache: once for the scale of each row, and then step by step, as the
+product needs them. The second time, numbers are added and normed again one by one, which gives the same bits in every kernel.
 """
 
 from typing import Any
@@ -16,7 +20,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gates import GATES, Gate
-from octavo.kernels.triton.invariant.norms import added_rows, inverse_rms
 from octavo.kernels.triton.invariant.products import AHEAD, ALIGNED, load_lines
 from octavo.kernels.triton.invariant.tiles import Tiles, fused_tiles
 from octavo.kernels.triton.packed.codes import ask_for
@@ -24,6 +27,61 @@ from octavo.kernels.triton.pdl import begin, use_pdl, wait
 from octavo.kernels.triton.step.elementwise import gated
 from octavo.kernels.triton.step.norm import weighted
 from octavo.kernels.triton.target import capability, has_copy_engine, is_roomy
+
+# -- norms
+
+
+@triton.jit
+def sum_of_squares(wide, LEVELS: tl.constexpr):
+    """Of a row of 2 ** LEVELS float32 numbers."""
+    even, odd = tl.split(tl.reshape(wide, [wide.shape[0] // 2, 2]))
+    total = tl.fma(even, even, odd * odd)
+    for _level in tl.static_range(LEVELS - 1):
+        total = tl.sum(tl.reshape(total, [total.shape[0] // 2, 2]), 1)
+    return tl.sum(total, 0)  # of one number
+
+
+@triton.jit
+def inverse_rms(wide, eps, SIZE: tl.constexpr, LEVELS: tl.constexpr):
+    return tl.rsqrt(tl.fma(sum_of_squares(wide, LEVELS), 1.0 / SIZE, eps))
+
+
+@triton.jit
+def added_rows(x, residual):
+    """The new stream, rounded as in the reference."""
+    return (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def add_norm_in_order(
+    x, residual, weight, out, stream, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
+    column = tl.arange(0, PADDED)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    scales = tl.load(weight + column, mask=inside, other=0.0)
+    wait(PDL)
+    sums = added_rows(tl.load(x + at, mask=inside, other=0.0), tl.load(residual + at, mask=inside, other=0.0))
+    tl.store(stream + at, sums, mask=inside)
+    wide = sums.to(tl.float32)
+    tl.store(out + at, weighted(wide * inverse_rms(wide, eps, SIZE, LEVELS), scales, sums.dtype), mask=inside)
+
+
+def invariant_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the normed sum and the sum, each [T, size]."""
+    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape
+    size, out, stream = x.shape[-1], torch.empty_like(x), torch.empty_like(x)
+    if x.numel():
+        padded = triton.next_power_of_2(size)
+        add_norm_in_order[(x.numel() // size,)](
+            x, residual, weight, out, stream, eps, SIZE=size, PADDED=padded, LEVELS=padded.bit_length() - 1, PDL=use_pdl(),
+            num_warps=min(max(padded // 512, 1), 16), launch_pdl=use_pdl(),
+        )  # fmt: skip
+    return out, stream
+
+
+# -- products
 
 
 @triton.jit
@@ -160,7 +218,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(the product, the new residual, the normed rows if they are kept)"""
     (rows, size), wide = x.shape, len(weight) // (1 if gate is None else 2)
-    how = how or fused_tiles(wide, size, x.dtype, gate is not None)
+    how = how or fused_tiles(x.dtype, gate is not None)
     assert x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous() and rows <= how.rows and weight.shape[1] == size
     out, stream = torch.empty(rows, wide, dtype=x.dtype, device=x.device), torch.empty_like(x)
     normed, padded = torch.empty_like(x) if keep_normed else stream, triton.next_power_of_2(size)

@@ -182,20 +182,15 @@ def sum_choices(
     parts,
     ids,
     weights,
-    places,
     out,
     first,
     COUNT: tl.constexpr,
     CHOSEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     TILE: tl.constexpr,
-    PLACED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """parts [choices, HIDDEN] -> out [T, HIDDEN], weighted; experts that are not in the stack add nothing
-
-    PLACED: the part of a choice is in the line that `places` has for it.
-    """
+    """parts [choices, HIDDEN] -> out [T, HIDDEN], weighted; experts that are not in the stack add nothing"""
     begin(PDL)
     token, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
@@ -203,10 +198,8 @@ def sum_choices(
     for index in tl.static_range(CHOSEN):
         choice = token * CHOSEN + index
         expert = tl.load(ids + choice) - first
-        there = (expert >= 0) & (expert < COUNT)
-        wanted = (column < HIDDEN) & there
-        line = tl.load(places + choice, mask=there, other=0) if PLACED else choice
-        part = tl.load(parts + line.to(tl.int64) * HIDDEN + column, mask=wanted, other=0.0).to(tl.float32)
+        wanted = (column < HIDDEN) & (expert >= 0) & (expert < COUNT)
+        part = tl.load(parts + choice.to(tl.int64) * HIDDEN + column, mask=wanted, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.load(weights + choice), total)
     tl.store(out + token.to(tl.int64) * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
@@ -347,8 +340,8 @@ def weighted_sum(parts: Tensor, choices: Choices, dtype: torch.dtype) -> Tensor:
     hidden = parts.shape[1]
     out = torch.empty(len(choices.ids), hidden, dtype=dtype, device=parts.device)
     sum_choices[(len(out), triton.cdiv(hidden, SUM_TILE))](
-        parts, choices.ids, choices.weights, choices.ids, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden,
-        TILE=SUM_TILE, PLACED=False, PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
+        parts, choices.ids, choices.weights, out, choices.first, COUNT=choices.count, CHOSEN=choices.chosen, HIDDEN=hidden,
+        TILE=SUM_TILE, PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
     )  # fmt: skip
     return out
 

@@ -3,7 +3,6 @@
     few    gate_up of each choice -> down of all choices of a token: each token reads its own experts' matrices
     more   choices sorted by expert -> gate_up of tiles -> down of tiles -> their sum: a matrix is read once per tile of rows,
            which should be as tall as the expert has rows
-    most   on Hopper, in bfloat16 without biases: torch's grouped product
 
 A stack contains the matrices of all experts, one below the other (drawn in `kernels/reference/layer.py`), as floats or packed codes.
 How the work is divided depends on shape and GPU only, and is never tuned at run time.
@@ -22,14 +21,12 @@ from octavo.kernels.kernel_shapes import ExpertShape
 from octavo.kernels.triton.gemv.products import linear
 from octavo.kernels.triton.moe.direct import direct_down, direct_gate_up
 from octavo.kernels.triton.moe.grouped import grouped_rows, grouped_tiles, many_down, many_gate_up, packed_grouped_tiles
-from octavo.kernels.triton.moe.library import by_library, library_kernels, library_mixture
 from octavo.kernels.triton.moe.route import Choices, Stack, choose_experts, choose_in_groups, sort_by_expert
 from octavo.kernels.triton.moe.small_batch import MAX_HELD, Shared, few_down, few_gate_up, row_tiles
 from octavo.kernels.triton.step.elementwise import add_weighted, gate_and_mul
 
 FEW_TOKENS = 4
 MOST_TOKENS = 1 << 14  # that are precompiled
-LIBRARY = -1  # the way of torch's grouped product
 
 
 def mixture(
@@ -57,9 +54,6 @@ def mixture(
     alone = few_tokens(len(x)) and fit_a_program(choices, gate_up, down) if few is None else few
     if alone and not in_order:
         return few_down(few_gate_up(x, choices, gate_up, of_gate_up, activation), choices, down, of_down, x)
-    sizes, floats = (x.shape[1], len(gate_up) // (2 * count), ids.numel(), count), few is None and not in_order and biases is None
-    if floats and isinstance(gate_up, Tensor) and isinstance(down, Tensor) and by_library(x.dtype, *sizes):
-        return library_mixture(x, choices, gate_up, down, activation)
     lined_up = sort_by_expert(ids, count, first, tile_rows(choices, x.dtype, gate_up, down))
     gated = many_gate_up(x, choices, lined_up, gate_up, of_gate_up, activation, in_order)
     return many_down(gated, choices, lined_up, down, of_down, x.shape[1], in_order)
@@ -120,14 +114,12 @@ def mixture_calls(
     found: dict[int, int] = {}  # way of dividing -> number of tokens
     for tokens in (1, *(1 << power for power in range(MOST_TOKENS.bit_length()))):
         way = 0 if few_tokens(tokens) else grouped_rows(tokens * experts.chosen, experts.count)
-        if not experts.bits and not experts.bias and by_library(dtype, hidden, inner, tokens * experts.chosen, experts.count):
-            way = LIBRARY
         found.setdefault(way, tokens)
-    return [_call(experts, hidden, inner, gate, way, tokens, dtype, device) for way, tokens in found.items()]
+    return [_call(experts, hidden, inner, gate, tokens, dtype, device) for tokens in found.values()]
 
 
 def _call(
-    experts: ExpertShape, hidden: int, inner: int, gate: Gate, way: int, tokens: int, dtype: torch.dtype, device: torch.device
+    experts: ExpertShape, hidden: int, inner: int, gate: Gate, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
     def call() -> None:
         x, logits = (torch.empty(tokens, size, dtype=dtype, device=device) for size in (hidden, experts.count))
@@ -139,9 +131,6 @@ def _call(
         tall, wide = experts.count * 2 * inner, experts.count * hidden
         stacks = stack(experts, tall, hidden, dtype, device), stack(experts, wide, inner, dtype, device)
         biases = tuple(torch.empty(rows, dtype=dtype, device=device) for rows in (tall, wide)) if experts.bias else None
-        if way == LIBRARY:
-            library_kernels(x[:2], Choices(ids[:2], weights[:2], experts.count, 0), inner, gate)
-            return
         mixture(x, ids, weights, *stacks, biases, gate)  # type: ignore[arg-type]
         if experts.shared and not experts.bits and gate == "swiglu" and few_tokens(tokens):
             up, back = (torch.empty(size, dtype=dtype, device=device) for size in ((2 * experts.shared, hidden), (hidden, experts.shared)))

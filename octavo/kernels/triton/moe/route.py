@@ -194,8 +194,6 @@ class Sorted:
     order: Tensor  # [tiles * rows] int32
     experts: Tensor  # [tiles] int32
     count: Tensor  # [1] int32: the number of valid tiles; the ones after them are never written
-    ends: Tensor  # [experts of the stack] int32: where the rows of each end in the order
-    places: Tensor  # [choices] int32: where each is in the order, if its expert is in the stack
     rows: int  # in a tile
 
     @property
@@ -216,8 +214,6 @@ def line_up(
     order,
     experts,
     count,
-    ends,
-    places,
     choices,
     first,
     COUNT: tl.constexpr,
@@ -238,14 +234,11 @@ def line_up(
     ours = tl.sum(tl.where(number == own, tiles, 0), 0)
     if own == 0:
         tl.store(count, tl.sum(tiles, 0))
-    tl.store(ends + own, (before + ours) * ROWS)
 
     place, listed = order + before * ROWS, 0
     for start in range(0, choices, AT_ONCE):
         mine = (experts_at(ids, start + lane, choices, first, COUNT) == own).to(tl.int32)
-        at = listed + tl.cumsum(mine, 0) - 1
-        tl.store(place + at, start + lane, mask=mine > 0)
-        tl.store(places + start + lane, before * ROWS + at, mask=mine > 0)
+        tl.store(place + listed + tl.cumsum(mine, 0) - 1, start + lane, mask=mine > 0)
         listed += tl.sum(mine, 0)
     filling = listed + tl.arange(0, ROWS)
     tl.store(place + filling, choices, mask=filling < ours * ROWS)
@@ -266,9 +259,9 @@ def sort_by_expert(ids: Tensor, count: int, first: int, rows: int) -> Sorted:
     tiles = most_tiles(ids.numel(), count, rows)
     order = torch.empty(tiles * rows, dtype=torch.int32, device=ids.device)
     experts = torch.empty(tiles, dtype=torch.int32, device=ids.device)
-    number, ends, places = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (1, count, ids.numel()))
+    number = torch.empty(1, dtype=torch.int32, device=ids.device)
     line_up[(count,)](
-        ids, order, experts, number, ends, places, ids.numel(), first, COUNT=count, BINS=triton.next_power_of_2(count + 1), ROWS=rows,
+        ids, order, experts, number, ids.numel(), first, COUNT=count, BINS=triton.next_power_of_2(count + 1), ROWS=rows,
         AT_ONCE=AT_ONCE, PDL=use_pdl(), num_warps=8, launch_pdl=use_pdl(),
     )  # fmt: skip
-    return Sorted(order, experts, number, ends, places, rows)
+    return Sorted(order, experts, number, rows)
