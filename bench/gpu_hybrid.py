@@ -34,6 +34,7 @@ READ, MULTIPLIED = 4.27e12, 790e12  # bytes and operations a second that an H200
 AIM = 3.4  # TB/s of states at 256 rows
 SHARE = 0.25  # of the products' time, at most, that the kernels of a prompt may take
 ERROR = 1.5e-2  # relative, of results in 16 bits
+KNOWN = 20_000  # tokens that prompts share, in `hit`
 
 
 @dataclass(frozen=True)
@@ -224,15 +225,16 @@ def print_loads(name: str, shape: Shape, wanted: list[str], rounds: int, busy: b
 
 
 def first_token_after_hit(config: dict[str, Any], settings: dict[str, Any]) -> float:
-    """The median of the seconds until the first token of prompts that share 20,000 tokens."""
+    """The median of the seconds until the first token of prompts that share `KNOWN` tokens, and have 64 of their own."""
     from octavo import SamplingParams
 
     rng, params = Random(5), SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
-    known, seconds = [rng.randrange(10_000) for _ in range(20_000)], []
+    most = config["vocab_size"]
+    known, seconds = [rng.randrange(most) for _ in range(KNOWN)], []
     with random_model(config, {"max_model_len": 32768} | settings) as llm:
         for _ in range(9):
             start = time.perf_counter()
-            llm.generate([known + [rng.randrange(10_000) for _ in range(64)]], params, use_tqdm=False)
+            llm.generate([known + [rng.randrange(most) for _ in range(64)]], params, use_tqdm=False)
             seconds.append(time.perf_counter() - start)
     print(f"  first {seconds[0] * 1e3:.1f} ms, then " + " ".join(f"{one * 1e3:.1f}" for one in seconds[1:]), flush=True)
     return statistics.median(seconds[2:])  # the second leaves a checkpoint where the known tokens end
