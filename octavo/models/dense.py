@@ -4,7 +4,6 @@ A decode step of a small batch runs a layer as few fused kernels (`SmallBatch`),
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -232,23 +231,25 @@ class SmallBatch:
     """The kernels of a layer, for one new token in each of at most `rows` rows: 0 if they lack something that the layer has."""
 
     def __init__(self, layer: int, mixer: Attention | DeltaNet, mlp: MLP | Mixture, norms: Norms, residual_scale: float, rows: int) -> None:
-        self._layer, self._mlp, self._scale, self._comm = layer, mlp, residual_scale, mixer.output.comm
+        self._layer, self._mixer, self._mlp, self._scale = layer, mixer, mlp, residual_scale
         self.rows = rows if _is_known(mixer, mlp, norms) else 0
-        if isinstance(mixer, DeltaNet):
-            self._mix = partial(self._recur, mixer)
-        else:
-            self._mix = partial(self._attend_and_gate if mixer.output_gate else self._attend, mixer)
         self._norm, self._after_norm, self._mlp_norm, self._mlp_after_norm = cast(tuple[RMSNorm | None, ...], norms)
 
     def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         mlp, front = self._mlp, (self._after_norm, self._scale)
         x, residual = self._mix(x, residual, batch)
-        x = self._comm.all_reduce(x)
+        x = self._mixer.output.comm.all_reduce(x)
         if isinstance(mlp, Mixture):
             logits, x, residual = _norm_linear_kept(mlp.router, x, residual, cast(RMSNorm, self._mlp_norm), *front)
             return self._added(mlp.mix(x, logits, few=True)), residual
         gated, residual = _gate_up(mlp, x, residual, self._mlp_norm, *front)
         return self._added(mlp.down.comm.all_reduce(_linear(mlp.down, gated))), residual
+
+    def _mix(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        mixer = self._mixer
+        if isinstance(mixer, DeltaNet):
+            return self._recur(mixer, x, residual, batch)
+        return (self._attend_and_gate if mixer.output_gate else self._attend)(mixer, x, residual, batch)
 
     def _attend(self, attention: Attention, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         qkv, residual = _norm_linear(attention.qkv, x, residual, self._norm)
