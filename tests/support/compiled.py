@@ -201,6 +201,7 @@ def compile_invariant() -> None:
             compile_mixture(tokens, 2048, 768, 8, dtype=dtype, in_order=True)
             compile_mixture(tokens, 2880, 2880, 4, group=32, table=True, gate="clamped", dtype=dtype, in_order=True)
     invariant_linear(torch.empty(300, 1000, **BF16), torch.empty(1024, 1000, **BF16))
+    invariant_linear(torch.empty(1, 1024, **BF16), torch.empty(1, 1024, **BF16))  # the gate of a shared expert: 1 is a constant
     compile_invariant_attention(64, torch.float16, 64, window=128, sinks=torch.ones(64))
     compile_invariant_attention(256, torch.bfloat16, 8, 4, window=1024)
     compile_invariant_attention(80, torch.bfloat16, 32, soft_cap=30.0, slopes=torch.ones(32))

@@ -74,7 +74,7 @@ def multiply_in_order(
     k = tl.arange(0, STEP)[None, :]
     line_of_x = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + k
     line_of_w = weight + tl.minimum(column, wide - 1).to(tl.int64)[:, None] * size + k
-    of_up = wide.to(tl.int64) * size  # where the rows of up begin
+    of_up = size.to(tl.int64) * wide  # where the rows of up begin; `wide` may be 1, which the compiler takes for a constant
     total, second = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
     if PREFETCHED:
         ask_for(weight + tl.minimum(column, wide - 1).to(tl.int64) * size, tl.minimum(size * 2, AHEAD))
