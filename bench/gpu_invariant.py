@@ -3,7 +3,7 @@
 For each shape: microseconds of the tiles in use (`kernels/triton/invariant/tiles.py`), of the best ones tried, and of ordinary mode.
 Every alternative must give the bits of the tiles in use: one that does not is printed as DIFFERENT and never wins, and the exit code is 1.
 Products wait for each other as in a step, over more weights than the L2 cache holds. No case begins after the time is up;
-those of one row come first. A choice that cannot be compiled or does not fit is passed over. `--tiny` is for the interpreter.
+cases of one row come first. A choice that cannot be compiled or does not fit is passed over. `--tiny` is for the interpreter.
 """
 
 import argparse
